@@ -1,0 +1,1 @@
+"""halofx: a graph compiler that splits 3D CNNs over devices, exactly."""
