@@ -1,1 +1,28 @@
-"""halofx: a graph compiler that splits 3D CNNs over devices, exactly."""
+"""halofx: a graph compiler that splits 3D CNNs over devices, exactly.
+
+    net = halofx.compile(model, halofx.Mesh(data=2, depth=4))      # then torchrun --nproc-per-node 8 train.py
+"""
+
+from halofx.api import compile
+from halofx.compiler.errors import CompileError, HalofxError, MeshError, RankError
+from halofx.compiler.mesh import Mesh
+from halofx.compiler.rules import rule
+from halofx.runtime.comm import finalize, init
+from halofx.runtime.launch import launch
+from halofx.runtime.net import Net
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "HalofxError",
+    "Mesh",
+    "MeshError",
+    "Net",
+    "RankError",
+    "compile",
+    "finalize",
+    "init",
+    "launch",
+    "rule",
+]

@@ -1,0 +1,5 @@
+"""The op table's entries, one small file a family of ops. Importing this package fills the table."""
+
+from halofx.compiler.ops import conv, pointwise
+
+__all__ = ["conv", "pointwise"]

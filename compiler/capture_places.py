@@ -1,0 +1,97 @@
+"""Where in the user's code, and in which module, an op was called: read off the Python stack.
+
+    model.py:31  forward          x = self.enc(x)         <- module ""
+      module.py  _call_impl       self = enc
+        model.py:12  forward      x = self.conv(x)        <- module "enc"; the innermost line of the user is the source
+          module.py  _call_impl   self = conv             <- module "enc.conv", the innermost one with a name
+            conv.py  forward      F.conv3d(...)
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+
+_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_CALL = nn.Module._call_impl.__code__
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The innermost line of user code, the innermost named module, and the custom autograd Function, if inside one."""
+
+    file: str | None
+    line: int
+    module: str | None
+    function: type | None
+
+    def __str__(self) -> str:
+        """``model.py:12: x = self.conv(x)``; empty when no user code is on the stack."""
+        if self.file is None:
+            return ""
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{os.path.basename(self.file)}:{self.line}: {code}".rstrip(": ")
+
+
+class Places:
+    """Finds the place of the op that is being called, below the function that started the model.
+
+    ``names`` maps ``id(module)`` to the module's path; ``default`` is the path where no named module is on the stack.
+    """
+
+    def __init__(self, names: Mapping[int, str], default: str = "") -> None:
+        self.names = dict(names)
+        self.default = default
+        self._user: dict[str, bool] = {}
+
+    def here(self) -> Place:
+        """The place of the running op."""
+        file: str | None = None
+        line, path, function = 0, None, None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _RUN:
+            code = frame.f_code
+            if file is None and self.is_user(code.co_filename):
+                file, line = code.co_filename, frame.f_lineno
+            elif code is _CALL and path is None:
+                path = self.names.get(id(frame.f_locals["self"]))
+            elif code is _APPLY and function is None:
+                function = frame.f_locals["cls"]
+            frame = frame.f_back
+        return Place(file, line, self.default if path is None else path, function)
+
+    def of_error(self, error: BaseException) -> Place:
+        """The innermost line of user code that an exception came through."""
+        place, started = Place(None, 0, None, None), False
+        trace: TracebackType | None = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            started = started or code is _RUN
+            if started and self.is_user(code.co_filename):
+                place = Place(code.co_filename, trace.tb_lineno, None, None)
+            trace = trace.tb_next
+        return place
+
+    def is_user(self, file: str) -> bool:
+        """Whether a file is neither of torch nor of this compiler; generated code has no file."""
+        known = self._user.get(file)
+        if known is None:
+            generated = file.startswith(("<string>", "<frozen", "<eval_with_key>", "<attrs", "<__array"))
+            known = self._user[file] = not generated and not file.startswith(_OURS)
+        return known
+
+
+def run[T](call: "Callable[[], T]") -> T:
+    """Call the model; frames further out belong to the caller of halofx and are no place in the model."""
+    return call()
+
+
+_RUN = run.__code__

@@ -1,0 +1,211 @@
+"""What a program moves, computes and keeps, read off its nodes without running it. Counts are over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from halofx.compiler.emit import is_getitem
+from halofx.compiler.facts import bound_of, is_op, is_tensor, layout_of, shape_of, val
+from halofx.compiler.index_map import length
+from halofx.compiler.interval import blocks
+from halofx.compiler.layout import Layout
+from halofx.compiler.mesh import Mesh
+from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.program import Program
+from halofx.compiler.redistribution import Redistribution, Table
+
+
+@dataclass
+class Traffic:
+    """Messages and bytes of one kind along some axes, summed over all ranks, in one direction."""
+
+    kind: str
+    axes: tuple[str, ...]
+    messages: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Summary:
+    """Totals of a program over all ranks; see `summary`."""
+
+    ranks: int
+    forward: list[Traffic] = field(default_factory=list)
+    backward: list[Traffic] = field(default_factory=list)
+    flops: int = 0
+    activations: int = 0  # bytes on the fullest rank
+    parameters: int = 0  # bytes on every rank
+
+
+def messages(program: Program, node: fx.Node) -> tuple[int, int]:
+    """(messages, bytes) that a node sends in one forward pass, over all ranks; an all-reduce counts one a rank."""
+    if node.op != "call_function":
+        return 0, 0
+    if node.target is redistribute:
+        return _moved(program.mesh, node, back=False)
+    if node.target is all_reduce:
+        rows = program.mesh.count(node.args[1]) if node.args[2] == "moments" else 1  # type: ignore[arg-type]
+        return _reduced(program.mesh, node.args[0], node.args[1], rows)  # type: ignore[arg-type]
+    return 0, 0
+
+
+def messages_back(program: Program, node: fx.Node) -> tuple[int, int]:
+    """(messages, bytes) that a node sends in one backward pass, over all ranks."""
+    if node.op != "call_function" or not node.meta.get("needs_grad", True):
+        return 0, 0
+    if node.target is redistribute:
+        return _moved(program.mesh, node, back=True)
+    if node.target is vary:
+        return _reduced(program.mesh, node.args[0], node.args[1])  # type: ignore[arg-type]
+    if node.target is vary_all:
+        sizes = [val(p).numel() * val(p).element_size() for p in node.args[0] if p.meta.get("needs_grad", True)]  # type: ignore[union-attr,misc]
+        return (program.mesh.size, sum(sizes) * program.mesh.size) if sizes else (0, 0)
+    return 0, 0
+
+
+def _reduced(mesh: Mesh, source: fx.Node, axes: Sequence[str], rows: int = 1) -> tuple[int, int]:
+    layout, shape = layout_of(source), held_extents(source)
+    counts = [math.prod(layout.local_shape(shape, mesh, rank)) for rank in _representatives(mesh, layout)]
+    repeat = mesh.size // max(1, len(counts))
+    sent = [n * rows * val(source).element_size() for n in counts if n]
+    return len(sent) * repeat, sum(sent) * repeat
+
+
+def _representatives(mesh: Mesh, layout: Layout) -> list[int]:
+    """One rank for every combination of coordinates on the axes that split a value."""
+    return sorted({mesh.rank({a: mesh.coordinate(r, a) for a in layout.split if a}) for r in mesh.group(0, [a for a in layout.split if a])})
+
+
+def held_extents(node: fx.Node) -> tuple[int, ...]:
+    """For every dim the indices held by all coordinates together: more than the global extent where there are halos."""
+    if node.op == "call_function" and node.target is redistribute:
+        move: Redistribution = node.meta["move"]
+        held = list(held_extents(node.args[0]))  # type: ignore[arg-type]
+        if move.have is not None:
+            held[move.have] = move.have_extent
+        held[move.dim] = length(move.reads[0]) if move.need is None else sum(length(r) for r in move.reads)
+        return tuple(held)
+    return shape_of(node)
+
+
+def _moved(mesh: Mesh, node: fx.Node, back: bool) -> tuple[int, int]:
+    """Bytes of the pieces, times what the other dims hold over the other axes."""
+    move: Redistribution = node.meta["move"]
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    layout, held = layout_of(source), held_extents(source)
+    moved_dims = {d for d in (move.have, move.need) if d is not None}
+    pairs, count = _pairs(move, back)
+    other = [(n, a) for d, (n, a) in enumerate(zip(held, layout.split, strict=True)) if d not in moved_dims]
+    used = {a for _, a in other if a}
+    repeat = math.prod(mesh[a] for a in mesh.axes if a != move.axis and a not in used)
+    filled = math.prod(sum(1 for b in blocks(n, mesh[a]) if b) for n, a in other if a)
+    return pairs * filled * repeat, count * math.prod(n for n, _ in other) * repeat * val(source).element_size()
+
+
+def _pairs(move: Redistribution, back: bool) -> tuple[int, int]:
+    """(pairs of coordinates with a message, elements over the moved dims) of all coordinates."""
+    pairs = elements = 0
+    for me in range(move.parts):
+        table = move.backward(me) if back else move.forward(me)
+        sizes = _sizes(move, me, back)
+        peers: dict[int, int] = {}
+        for transfer in table.sends:
+            count = math.prod(dict(sizes | {d: r.count for d, r in transfer.take}).values())
+            peers[transfer.peer] = peers.get(transfer.peer, 0) + count
+        pairs += sum(1 for n in peers.values() if n)
+        elements += sum(peers.values())
+    return pairs, elements
+
+
+def _sizes(move: Redistribution, me: int, back: bool) -> dict[int, int]:
+    """The extents of the moved dims that coordinate ``me`` holds on the sending end."""
+    table: Table = move.forward(me) if back else move.backward(me)
+    return dict(table.sizes)
+
+
+def mark_gradients(program: Program, frozen: frozenset[str] = frozenset()) -> None:
+    """Set ``needs_grad``: whether a cotangent flows into a node when the inputs need no gradient."""
+    for node in program.graph.nodes:
+        if "state" in node.meta:
+            node.meta["needs_grad"] = node.meta["state"] not in frozen
+        elif node.op in ("placeholder", "get_attr", "output"):
+            node.meta["needs_grad"] = False
+        else:
+            stops = "detach" in str(node.target)
+            node.meta["needs_grad"] = not stops and any(n.meta.get("needs_grad") for n in node.all_input_nodes)
+
+
+def summary(program: Program) -> Summary:
+    """Messages and bytes by kind and axes, forward and backward; flops; activation bytes of the fullest rank."""
+    result = Summary(program.mesh.size)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and not is_op(node) and not is_getitem(node):
+            kind, axes = _kind(node)
+            _add(result.forward, kind, axes, *messages(program, node))
+            _add(result.backward, "sum_gradients" if kind.startswith("vary") else kind, axes, *messages_back(program, node))
+        if is_op(node):
+            spec = bound_of(node).spec
+            result.flops += spec.flops or 0 if spec is not None else 0
+    state = program.placeholders("state")
+    result.parameters = sum(val(n).numel() * val(n).element_size() for n in state)
+    result.activations = sum(saved_bytes(program, n) for n in _kept(program))
+    return result
+
+
+def _kind(node: fx.Node) -> tuple[str, tuple[str, ...]]:
+    if node.target is redistribute:
+        return node.meta["move"].kind, (node.meta["move"].axis,)
+    return node.target.__name__, tuple(node.args[1])  # type: ignore[union-attr,arg-type]
+
+
+def _add(found: list[Traffic], kind: str, axes: tuple[str, ...], count: int, size: int) -> None:
+    if not count:
+        return
+    entry = next((t for t in found if t.kind == kind and t.axes == axes), None)
+    if entry is None:
+        found.append(entry := Traffic(kind, axes))
+    entry.messages += count
+    entry.bytes += size
+
+
+def _kept(program: Program) -> Iterator[fx.Node]:
+    """The values that autograd keeps for the backward pass, each once: what the rules say that ops save."""
+    kept: dict[fx.Node, None] = {}
+    for node in program.graph.nodes:
+        if not is_op(node) or not node.meta.get("needs_grad", True):
+            continue
+        spec = bound_of(node).spec
+        for key in spec.saves if spec is not None else ("output",):
+            for source in [node] if key == "output" else _named(node, key):
+                if is_tensor(source) and "state" not in source.meta:
+                    kept[source] = None
+    return iter(kept)
+
+
+def _named(node: fx.Node, key: str) -> list[fx.Node]:
+    from halofx.compiler.emit import operand_nodes
+
+    return [n for k, n in operand_nodes(node).items() if k == key or k.startswith(f"{key}.")]
+
+
+def saved_bytes(program: Program, node: fx.Node) -> int:
+    """The bytes of a value on the fullest rank (coordinate 0 of every axis has the largest block)."""
+    layout, shape = layout_of(node), list(shape_of(node))
+    local = list(layout.local_shape(shape, program.mesh, 0))
+    if node.op == "call_function" and node.target is redistribute:
+        for move in _moves(node):
+            local[move.dim] = max(length(read) for read in move.reads)
+    return math.prod(local) * val(node).element_size()
+
+
+def _moves(node: fx.Node) -> Iterator[Redistribution]:
+    while node.op == "call_function" and node.target is redistribute:
+        yield node.meta["move"]
+        node = node.args[0]  # type: ignore[assignment]
+
+
+__all__ = ["Summary", "Traffic", "mark_gradients", "messages", "messages_back", "saved_bytes", "summary"]

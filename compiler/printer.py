@@ -1,0 +1,141 @@
+"""The listing: one line a node, global shape with ``@axis`` on split dims and ``+axis`` for pending sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from halofx.compiler.cost import messages
+from halofx.compiler.emit import is_getitem, label_of, name_of
+from halofx.compiler.facts import layout_of
+from halofx.compiler.layout import Layout
+from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.program import Program
+from halofx.compiler.rules import bind_arguments, signature
+
+SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def listing(program: Program) -> str:
+    """The whole program as text; parameters appear where they are used."""
+    rows = [row for node in program.graph.nodes for row in _row(program, node)]
+    name = max((len(r[0]) for r in rows), default=0)
+    kind = max((len(r[1]) for r in rows), default=0)
+    lines = [f"mesh {program.mesh}"]
+    lines += [f"{a + ':':<{name + 1}} {b:<{kind}} {c}".rstrip() + (f"    {d}" if d else "") for a, b, c, d in rows]
+    return "\n".join(lines + [f"note: {note}" for note in program.notes])
+
+
+def _row(program: Program, node: fx.Node) -> Iterator[tuple[str, str, str, str]]:
+    if "state" in node.meta or is_getitem(node):
+        return
+    if node.op == "output":
+        yield "return", "", ", ".join(label_of(n) for n in node.args[0][0]), ""  # type: ignore[index,union-attr,misc]
+        return
+    yield label_of(node), type_of(node), expression(node), traffic(program, node)
+
+
+
+
+def type_of(node: fx.Node) -> str:
+    """``f32[1, 8, 16@depth]``: dtype, global shape and layout."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        if node.target is vary_all:
+            return f"{len(value)} parameters"
+        layouts = node.meta.get("layout", (None,) * len(value))
+        return "(" + ", ".join(_type(v, la) for v, la in zip(value, layouts, strict=True)) + ")"
+    if not isinstance(value, torch.Tensor):
+        return ""
+    known = "layout" in node.meta or (is_getitem(node) and "layout" in node.args[0].meta)  # type: ignore[union-attr]
+    return _type(value, layout_of(node) if known else None)
+
+
+def _type(value: torch.Tensor, layout: Layout | None) -> str:
+    shape = tuple(value.shape)
+    return SHORT.get(value.dtype, str(value.dtype)) + (layout or Layout.whole(len(shape))).show(shape)
+
+
+def expression(node: fx.Node) -> str:
+    """What a node computes, as a call."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return "constant"
+    if node.target is redistribute:
+        return _movement(node)
+    if node.target in (all_reduce, vary):
+        extra = f", {node.args[2]}" if node.target is all_reduce and node.args[2] != "sum" else ""
+        return f"{name_of(node.target)}({_name(node.args[0])}, axes=({', '.join(node.args[1])}){extra})"  # type: ignore[arg-type]
+    if node.target is vary_all:
+        names = [_name(n) for n in node.args[0]]  # type: ignore[union-attr]
+        shown = names if len(names) <= 3 else [*names[:2], f"... {len(names) - 3} more", names[-1]]
+        return f"sum_gradients({', '.join(shown)}, axes=({', '.join(node.args[1])}))"  # type: ignore[arg-type]
+    return f"{name_of(node.target)}({', '.join(_arguments(node))})"
+
+
+def _arguments(node: fx.Node) -> Iterator[str]:
+    """Tensors by name; other arguments as keywords where they differ from the defaults."""
+    local = node.meta.get("shown", {})
+    for (name, default), value in zip(signature(node.target), bind_arguments(node.target, node.args, node.kwargs).values(), strict=True):
+        value = local.get(name, value)
+        if isinstance(value, fx.Node):
+            yield _name(value)
+        elif isinstance(value, (tuple, list)) and any(isinstance(v, fx.Node) for v in value):
+            yield "(" + ", ".join(_name(v) for v in value) + ")"
+        elif not _equal(value, default):
+            yield f"{name}={_literal(value)}"
+
+
+def _equal(value: Any, default: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple, int)):
+        single = default if isinstance(default, (list, tuple)) else (default,) * len(value)
+        return tuple(value) == tuple(single) or (len(single) == 1 and set(value) == set(single))
+    return type(value) is type(default) and bool(value == default)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_literal(v) for v in value) + ("," if len(value) == 1 else "") + ")"
+    return SHORT.get(value, str(value)) if isinstance(value, torch.dtype) else str(value)
+
+
+def _name(value: Any) -> str:
+    if is_getitem(value) and value.args[0].target is not vary_all:
+        return f"{label_of(value.args[0])}[{value.args[1]}]"
+    return label_of(value) if isinstance(value, fx.Node) else str(value)
+
+
+def _movement(node: fx.Node) -> str:
+    move, source = node.meta["move"], _name(node.args[0])
+    if move.kind == "all_to_all":
+        return f"all_to_all({source}, axis={move.axis}, dim={move.have}->{move.need})"
+    parts = [source, f"dim={move.dim}", f"axis={move.axis}"]
+    if move.kind == "halo_exchange":
+        lo, hi = move.halo()
+        parts += [f"lo={lo}", f"hi={hi}"]
+        if any(run.start is None for read in move.reads for run in read):
+            parts.append(f"fill={move.fill:g}")
+    return f"{move.kind}({', '.join(parts)})"
+
+
+def traffic(program: Program, node: fx.Node) -> str:
+    """``2 msg   4.0 KiB``: messages and bytes of a node in one forward pass, over all ranks."""
+    count, size = messages(program, node)
+    return f"{count} msg   {human(size)}" if count else ""
+
+
+def human(size: float) -> str:
+    """Bytes for people: ``4.0 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

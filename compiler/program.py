@@ -1,0 +1,77 @@
+"""The program: a ``torch.fx`` graph, the mesh it is split over, and facts on its nodes.
+
+Capture makes one, every pass of ``passes/`` edits one in place, the runtime binds one to a rank.
+
+Facts in ``node.meta`` (all shapes are global, none depends on a rank):
+
+=============  ==========================================================================================
+``val``        fake tensor (or tuple of them) of the value
+``label``      unique display name from the module path: ``enc.conv``, ``enc.conv.pad``, ``add``
+``source``     ``"model.py:12: x = self.conv(x)"``, the line of the user's code, or None
+``state``      of a placeholder: state_dict key of a parameter or buffer
+``input``      of a placeholder: name of an input or target leaf (``x``, ``args.1``, ``target``)
+=============  ==========================================================================================
+
+Passes add their own: ``spec`` and ``homes`` (infer), ``split`` and ``layout`` (plan), ``move`` (insert).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from halofx.compiler.mesh import Mesh
+
+
+TENSOR = object()
+"""Stands for a tensor among the leaves of inputs and outputs."""
+
+
+@dataclass
+class Program:
+    """One captured model for one set of global input shapes and one mode (train or eval).
+
+    ``graph``: placeholders are first the state (parameters, buffers), then the tensor leaves of the inputs, then of
+    the targets; ``call_function`` nodes have ``OpOverload`` targets (pre-dispatch ATen, functional: no in-place op,
+    no op with several outputs that is a mere view) or functions of ``halofx.compiler``; ``get_attr`` nodes name
+    ``constants``; the output node holds ``(outputs, updates)``, two tuples of nodes: the leaves of the result and
+    the new values of the buffers named by ``updates``.
+    """
+
+    graph: fx.Graph
+    mesh: Mesh
+    training: bool = False
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates: tuple[str, ...] = ()  # state_dict keys of the buffers that the program assigns
+    in_spec: TreeSpec | None = None  # of (args, kwargs); non-tensor leaves are baked in
+    in_leaves: tuple[Any, ...] = ()  # the leaves of the inputs, TENSOR where a tensor is expected
+    target_spec: TreeSpec | None = None  # of the tuple of targets of a captured loss
+    target_leaves: tuple[Any, ...] = ()
+    out_spec: TreeSpec | None = None
+    out_leaves: tuple[Any, ...] = ()  # the leaves of the output, TENSOR where the graph has a node
+    notes: list[str] = field(default_factory=list)  # warnings for the user, shown under the listing
+    listings: dict[str, str] = field(default_factory=dict)  # pass name -> listing after it
+    options: dict[str, Any] = field(default_factory=dict)  # choices of the user that passes read
+
+    def placeholders(self, kind: str) -> list[fx.Node]:
+        """The placeholders of one kind, ``"state"`` or ``"input"``, in order."""
+        return [n for n in self.graph.nodes if n.op == "placeholder" and kind in n.meta]
+
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values are the tensor leaves of the result."""
+        return tuple(self.output_node().args[0][0])  # type: ignore[index,arg-type]
+
+    def unflatten(self, outs: Sequence[Any]) -> Any:
+        """The result of the model from its tensor leaves."""
+        assert self.out_spec is not None
+        values = iter(outs)
+        return tree_unflatten([next(values) if leaf is TENSOR else leaf for leaf in self.out_leaves], self.out_spec)
+
+    def output_node(self) -> fx.Node:
+        """The single output node."""
+        return next(iter(reversed(self.graph.nodes)))

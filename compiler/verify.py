@@ -1,0 +1,75 @@
+"""Invariants of a program, checked after every pass: an error here is a bug of halofx, never of the model."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from halofx.compiler.emit import label_of, operand_nodes
+from halofx.compiler.facts import bound_of, differentiable, is_op, is_tensor, layout_of
+from halofx.compiler.index_map import span
+from halofx.compiler.interval import blocks
+from halofx.compiler.primitives import redistribute
+from halofx.compiler.program import Program
+
+LOWERED = ("insert_movements", "merge_movements")
+"""After these every op's inputs must be held as the op reads them; after later passes cotangents must be complete too."""
+
+
+def verify(program: Program, step: str) -> None:
+    """Check what must hold after the pass ``step``; raises AssertionError naming the node."""
+    lowered = step in LOWERED or any(name in program.listings for name in LOWERED)
+    marked = step == "insert_varies" or "insert_varies" in program.listings
+    for node in program.graph.nodes:
+        if is_op(node) and "split" in node.meta and lowered:
+            for key, source in operand_nodes(node).items():
+                _held_as_read(program, node, key, source)
+                if marked:
+                    _marked(node, key, source)
+        if lowered and is_tensor(node) and node.op == "call_function":
+            assert not layout_of(node).partial or _summed(node), f"{step}: {label_of(node)} is used before it is summed"
+
+
+def _summed(node: fx.Node) -> bool:
+    return all(getattr(user.target, "__name__", "") == "all_reduce" for user in node.users)
+
+
+def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) -> None:
+    """The layout of an input agrees with the split of the op, dim by dim, and its blocks with the index maps."""
+    bound, layout = bound_of(node), layout_of(source)
+    for dim, axis in enumerate(layout.split):
+        name = bound.name_of(key, dim)
+        wanted = node.meta["split"].get(name) if name is not None else None
+        assert axis == wanted, f"{label_of(node)} reads {key} dim {dim} split over {wanted}, it is held over {axis}"
+        if axis is None or name is None:
+            continue
+        factor = bound.factors[name]
+        index_map = next(m for k, d, m in factor.ins if k == key and d == dim)
+        extent = bound.call.tensors[key].shape[dim]
+        reads = tuple(index_map.read(b, extent) for b in blocks(factor.extent, program.mesh[axis]))
+        assert reads == _reads(program, source, dim, axis, extent), f"{label_of(node)}: {key} dim {dim} is not as read"
+
+
+def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) -> tuple[object, ...]:
+    """What the coordinates of an axis hold of one dim."""
+    while node.op == "call_function" and node.target is redistribute:
+        move = node.meta["move"]
+        if move.need == dim and move.axis == axis:
+            return tuple(move.reads)
+        node = node.args[0]  # type: ignore[assignment]
+    return tuple(span(b) for b in blocks(extent, program.mesh[axis]))
+
+
+def _marked(node: fx.Node, key: str, source: fx.Node) -> None:
+    """A value that is the same on all ranks of an axis meets shards of that axis only through `vary`."""
+    missing = set(node.meta["split"].values()) - layout_of(source).axes
+    if not missing or not differentiable(source):
+        return
+    found: set[str] = set()
+    while source.op == "call_function" and not is_op(source):
+        name = getattr(source.target, "__name__", "")
+        if name in ("vary", "vary_all"):
+            found |= set(source.args[1])  # type: ignore[arg-type]
+        source = source.args[0]  # type: ignore[assignment]
+        if not isinstance(source, fx.Node):
+            break
+    assert missing <= found, f"{label_of(node)} uses {key} on shards of {missing} without vary"

@@ -1,0 +1,73 @@
+"""Where the parts meet: capture, the passes and the runtime behind one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from halofx import passes
+from halofx.compiler.capture import capture
+from halofx.compiler.cost import mark_gradients
+from halofx.compiler.errors import MeshError
+from halofx.compiler.mesh import Mesh
+from halofx.compiler.program import Program
+from halofx.runtime import comm
+from halofx.runtime.net import Net
+
+
+def build(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh, *,
+    loss: Callable[..., Any] | None = None, targets: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None,
+) -> Program:  # fmt: skip
+    """Capture a model on global (real, fake or meta) inputs and run every pass."""
+    program = capture(model, args, dict(kwargs), mesh, loss=loss, targets=targets)
+    program.options.update(options or {})
+    mark_gradients(program, program.options.get("frozen", frozenset()))
+    return passes.run(program)
+
+
+def compile(
+    model: nn.Module,
+    mesh: Any,
+    inputs: Sequence[Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] | None = None,
+    *,
+    layouts: Mapping[str, Sequence[str | None]] | None = None,
+    strict: bool = False,
+    thin: str = "whole",
+    seed: int = 0,
+    bucket: int = 4 << 20,
+) -> Net:
+    """Compile a model for a mesh: the result runs as one SPMD program, exactly equal to the model on one device.
+
+    Args:
+        model: any ``nn.Module``; its parameters are shared, not copied. Train and eval mode are compiled on demand.
+        mesh: a `Mesh`, a mapping of axis sizes or a torch ``DeviceMesh`` whose dim names are our axes.
+        inputs: the GLOBAL inputs, one entry a positional argument: shapes, tensors (real or meta), or nested tuples, lists
+            and dicts of tensors. When absent, shapes come from the shards of each call (one small message more a call).
+        loss: a function of ``(output, *targets)`` that is captured with the model; the net then returns its whole value.
+        targets: the GLOBAL targets of ``loss``, as ``inputs``.
+        layouts: for inputs that are not [N, C, spatial...]: the axis of every dim by the argument's name.
+        strict: refuse ops without a rule instead of running them whole.
+        thin: what a dim does that has fewer indices than its axis has ranks: ``"whole"`` leaves the split there, ``"split"``
+            keeps it (some ranks hold nothing).
+        seed: what dropout masks and other random numbers depend on, besides the call and the global index.
+        bucket: bytes of gradients that are summed in one message.
+
+    Raises:
+        CompileError: the model cannot be captured or compiled exactly; names the node and the line.
+        MeshError: the mesh does not fit the world, or an axis fits no dim.
+    """
+    mesh = Mesh.of(mesh)
+    world = comm.current().size
+    if world > 1 and world != mesh.size:
+        raise MeshError(
+            f"{mesh!r} has {mesh.size} ranks, the world has {world}; change the mesh or start {mesh.size} ranks"
+        )
+    if thin not in ("whole", "split"):
+        raise ValueError(f"thin={thin!r} is neither 'whole' nor 'split'")
+    options = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket}
+    return Net(model, mesh, build, loss, inputs, targets, options)

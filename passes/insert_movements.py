@@ -1,0 +1,122 @@
+"""Make every difference between what a node's input holds and what the node reads a movement.
+
+    before    enc.conv: conv3d(x, w)                          reads planes 2o-1 .. 2o+1 of x, split over depth
+    after     enc.conv.h0: redistribute(x, depth: blocks -> what each coordinate reads)
+              enc.conv: conv3d(enc.conv.h0, w)
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from halofx.compiler.emit import label_of, operand_nodes, set_operands
+from halofx.compiler.facts import bound_of, is_op, layout_of, set_layout, shape_of
+from halofx.compiler.index_map import Indices, span
+from halofx.compiler.interval import Interval, blocks
+from halofx.compiler.layout import Layout
+from halofx.compiler.mesh import Mesh
+from halofx.compiler.primitives import redistribute
+from halofx.compiler.program import Program
+from halofx.compiler.redistribution import Redistribution
+
+Need = dict[str, tuple[int | None, int, tuple[Indices, ...]]]
+"""axis -> (dim that differs between ranks or None, the dim read, indices by coordinate)"""
+
+
+def insert_movements(program: Program) -> None:
+    """Insert ``redistribute`` nodes before every op, and gather what must leave the graph whole."""
+    for node in list(program.graph.nodes):
+        if is_op(node):
+            _feed(program, node)
+    for node in _whole_outputs(program):
+        output = program.output_node()
+        with program.graph.inserting_before(output):
+            moved = move(program, node, {}, f"{label_of(node)}.whole", 0.0)
+        output.replace_input_with(node, moved)
+
+
+def _feed(program: Program, node: fx.Node) -> None:
+    bound, changes, count = bound_of(node), dict[str, fx.Node](), 0
+    for key, source in operand_nodes(node).items():
+        need = needs(program.mesh, node, key)
+        fill = bound.spec.fill_of(key) if bound.spec is not None else 0.0
+        with program.graph.inserting_before(node):
+            moved = move(program, source, need, f"{label_of(node)}.h", fill, count)
+        if moved is not source:
+            changes[key] = moved
+            count += 1
+    if changes:
+        set_operands(node, changes)
+
+
+def needs(mesh: Mesh, node: fx.Node, key: str) -> Need:
+    """What an op wants of one of its inputs, by axis; an axis that is absent is wanted whole."""
+    bound, found = bound_of(node), Need()
+    if bound.spec is None:
+        return found
+    source = operand_nodes(node)[key]
+    for name, factor in bound.factors.items():
+        for at, dim, index_map in factor.ins:
+            if at != key:
+                continue
+            extent = bound.call.tensors[key].shape[dim]
+            axis = node.meta["split"].get(name)
+            if axis is not None:
+                parts = blocks(factor.extent, mesh[axis])
+                found[axis] = (dim, dim, tuple(index_map.read(block, extent) for block in parts))
+            elif name in node.meta["fetched"] and (held := layout_of(source).split[dim]) is not None:
+                read = index_map.read(Interval(0, factor.extent), extent)
+                found[held] = (None, dim, (read,) * mesh[held])
+    return found
+
+
+def move(program: Program, source: fx.Node, need: Need, label: str, fill: float, first: int = 0) -> fx.Node:
+    """The node that holds ``source`` as needed: one movement an axis, axes that free a dim before axes that take it."""
+    layout, shape, node = layout_of(source), list(shape_of(source)), source
+    todo = {axis: plan for axis in program.mesh.axes if (plan := _step(program.mesh, axis, layout, shape, need))}
+    while todo:
+        axis = next((a for a, r in todo.items() if r.need is None or layout.split[r.need] in (None, a)), next(iter(todo)))
+        plan = todo.pop(axis)
+        node = _insert(program, node, plan, f"{label}{first}", fill)
+        layout = layout_of(node)
+        first += 1
+    return node
+
+
+def _step(mesh: Mesh, axis: str, layout: Layout, shape: list[int], need: Need) -> Redistribution | None:
+    if mesh[axis] == 1:
+        return None
+    have = layout.dim(axis)
+    differs, dim, reads = need.get(axis, (None, have, ()))
+    if have is None and differs is None:
+        return None
+    assert dim is not None
+    if not reads:
+        reads = (span(Interval(0, shape[dim])),) * mesh[axis]
+    plan = Redistribution(
+        axis, mesh[axis], have, differs, shape[have] if have is not None else 0,
+        shape[differs] if differs is not None else 0, reads,
+    )  # fmt: skip
+    return None if have == differs and plan.canonical else plan
+
+
+def _insert(program: Program, source: fx.Node, plan: Redistribution, label: str, fill: float) -> fx.Node:
+    if fill:
+        plan = Redistribution(
+            plan.axis, plan.parts, plan.have, plan.need, plan.have_extent, plan.need_extent, plan.reads, fill
+        )
+    node = program.graph.call_function(redistribute, (source, plan))
+    layout = layout_of(source)
+    split = [None if axis == plan.axis else axis for axis in layout.split]
+    if plan.need is not None:
+        split[plan.need] = plan.axis
+    node.meta.update(val=source.meta["val"], label=label, source=source.meta.get("source"), move=plan)
+    set_layout(node, Layout(tuple(split), layout.partial))
+    return node
+
+
+def _whole_outputs(program: Program) -> list[fx.Node]:
+    """Values that must end whole on every rank: new buffers, and the value of a captured loss."""
+    outputs, updates = program.output_node().args[0]  # type: ignore[misc]
+    wanted = list(updates) + (list(outputs) if program.target_spec is not None else [])  # type: ignore[arg-type,call-overload]
+    return [n for n in dict.fromkeys(wanted) if any(layout_of(n).split)]

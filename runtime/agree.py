@@ -1,0 +1,66 @@
+"""Finding ranks that disagree, before any of them waits for the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halofx.compiler.errors import RankError
+from halofx.runtime.comm import Comm
+
+
+def agree(comm: Comm, facts: Mapping[str, str], error: Exception | None, what: str) -> None:
+    """Compare facts with all ranks; every rank must call it at the same point.
+
+    Raises `RankError` on every rank when a fact differs (naming it, and who has which value) or when some rank comes with an
+    error of its own; the rank that has it raises that error itself.
+    """
+    if comm.size == 1:
+        if error is not None:
+            raise error
+        return
+    mine = {"error": f"{type(error).__name__}: {error}"} if error is not None else dict(facts)
+    all_facts = [json.loads(b) for b in comm.all_gather_bytes(json.dumps(mine).encode(), what)]
+    if error is not None:
+        raise error
+    failed = [(rank, f["error"]) for rank, f in enumerate(all_facts) if "error" in f]
+    if failed:
+        rank, text = failed[0]
+        raise RankError(f"rank {rank} could not start {what}: {text}")
+    for name in mine:
+        values = [str(f.get(name, "nothing")) for f in all_facts]
+        if len(set(values)) > 1:
+            raise RankError(f"the ranks disagree on {name} at {what}: {_who(values)}; give every rank the same")
+
+
+def _who(values: Sequence[str]) -> str:
+    """``ranks 0, 1 have a; rank 2 has b``."""
+    found: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'} {value}"
+        for value, ranks in found.items()
+    )
+
+
+def digest(*parts: Any) -> str:
+    """A short hash of texts."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A short hash of names, shapes, dtypes, requires_grad and values."""
+    state = hashlib.sha256()
+    for name, tensor in tensors.items():
+        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            state.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return state.hexdigest()[:12]
+

@@ -1,0 +1,206 @@
+"""Binding a program to one rank: every node becomes what this rank does, in an ordinary ``torch.fx.GraphModule``.
+
+    program (all ranks)                                   graph module of rank 1 of 2
+    enc.conv.h0: redistribute(x, depth: ...)         ->   enc_conv_h0 = self.enc_conv_h0(x)           a `Move`
+    enc.conv:    conv3d(enc.conv.h0, w, padding=1)   ->   enc_conv = conv3d(enc_conv_h0, w, padding=(0, 1, 1))
+
+The generated code drops every value after its last use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from halofx.compiler.emit import label_of, operand_nodes, positional
+from halofx.compiler.facts import bound_of, is_op
+from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.program import Program
+from halofx.compiler.rules import Call, Local, Operand
+from halofx.runtime.comm.base import Comm
+from halofx.runtime.gradients import Bucket, Enter, Launch, SyncSwitch
+from halofx.runtime.movement import AllReduce, Group, Move, Site, Vary, routes
+
+
+class Binder:
+    """Builds the graph module of one rank. ``device`` replaces the devices that capture has baked into factories."""
+
+    def __init__(self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch) -> None:
+        self.program, self.comm, self.device, self.sync = program, comm, device, sync
+        self.graph, self.env = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.root: dict[str, Any] = {}
+        self.entered: dict[fx.Node, fx.Node] = {}
+        self.tag = 0
+
+    def bind(self) -> fx.GraphModule:
+        """The graph module: takes the state placeholders, then the inputs' shards; returns (outputs, updates)."""
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = self.graph.placeholder(node.name)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and node.target is vary_all:
+                self._enter(node)
+        for node in self.program.graph.nodes:
+            self._node(node)
+        return fx.GraphModule(_root(self.root), self.graph, class_name="Rank")
+
+    def _node(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            constant = self.program.constants[str(node.target)]
+            self.root[node.name] = constant.to(self.device)
+            self.env[node] = self.graph.get_attr(node.name)
+        elif node.op == "output":
+            self.graph.output(fx.node.map_arg(node.args[0], self.env.__getitem__))
+        elif node.op == "call_function":
+            handler = _HANDLERS.get(node.target)
+            if handler is not None:
+                handler(self, node)
+            elif is_op(node):
+                self._op(node)
+            else:
+                self._keep(node)
+
+    def _keep(self, node: fx.Node) -> None:
+        self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
+        self.env[node].meta = {}
+
+    def _op(self, node: fx.Node) -> None:
+        local = local_view(self.program, node, self.comm.rank)
+        call = local.bound.call
+        if local.bound.spec is not None and local.split:
+            call = local.bound.spec.local(local) if local.bound.spec.local is not None else call
+            if self._empty(node, local):
+                return
+        sources = operand_nodes(node)
+        place = {id(operand): self.env[sources[key]] for key, operand in local.bound.call.tensors.items()}
+        args, kwargs = positional(call.target, call.args)
+        swap = lambda a: place[id(a)] if isinstance(a, Operand) else self._device(a)  # noqa: E731
+        args, kwargs = _map(args, swap), _map(kwargs, swap)
+        self.env[node] = self.graph.create_node("call_function", call.target, args, kwargs, name=node.name)
+
+    def _device(self, value: Any) -> Any:
+        return self.device if isinstance(value, torch.device) else value
+
+    def _empty(self, node: fx.Node, local: Local) -> bool:
+        """An op of which this rank computes nothing: its outputs are empty, but stay in the graph of autograd."""
+        shapes = [local.shape(i) for i in range(len(local.call.outs))]
+        if not all(0 in shape for shape in shapes):
+            return False
+        tensors = [self.env[n] for n in operand_nodes(node).values()]
+        dtypes = [o.dtype for o in local.call.outs]
+        single = isinstance(node.meta["val"], torch.Tensor)
+        args = (tuple(shapes), tuple(dtypes), single, self.device, *tensors)
+        self.env[node] = self.graph.create_node("call_function", empty, args, name=node.name)
+        return True
+
+    def _module(self, node: fx.Node, module: nn.Module, *args: fx.Node, suffix: str = "") -> fx.Node:
+        name = node.name + suffix
+        self.root[name] = module
+        return self.graph.create_node("call_module", name, args, name=name)
+
+    def _redistribute(self, node: fx.Node) -> None:
+        plan, mesh, rank = node.meta["move"], self.program.mesh, self.comm.rank
+        peers = [mesh.peer(rank, plan.axis, c) for c in range(plan.parts)]
+        route = routes(plan, mesh.coordinate(rank, plan.axis), peers, Site(self.comm, label_of(node), self.tag))
+        self.tag += 2
+        self.env[node] = self._module(node, Move(route), self.env[node.args[0]])  # type: ignore[index]
+
+    def _group(self, node: fx.Node, axes: Sequence[str]) -> Group:
+        return Group(Site(self.comm, label_of(node)), self.program.mesh.group(self.comm.rank, axes))
+
+    def _all_reduce(self, node: fx.Node) -> None:
+        source, axes, reduce = node.args
+        group = self._group(node, axes)  # type: ignore[arg-type]
+        module = AllReduce(group, str(reduce), group.ranks.index(self.comm.rank))
+        self.env[node] = self._module(node, module, self.env[source])  # type: ignore[index]
+
+    def _vary(self, node: fx.Node) -> None:
+        source, axes = node.args
+        self.env[node] = self._module(node, Vary(self._group(node, axes)), self.env[source])  # type: ignore[arg-type,index]
+
+    def _enter(self, node: fx.Node) -> None:
+        bucket = Bucket(self._group(node, node.args[1]), self.sync)  # type: ignore[arg-type]
+        sources = [self.env[source] for source in node.args[0]]  # type: ignore[index,union-attr]
+        self.entered[node] = self._module(node, Enter(bucket), *sources, suffix="_enter")
+        self.root[node.name] = Launch(bucket)
+
+    def _vary_all(self, node: fx.Node) -> None:
+        count = len(node.args[0])  # type: ignore[arg-type]
+        items = [self.graph.call_function(operator.getitem, (self.entered[node], i)) for i in range(count)]
+        self.env[node] = self._module(node, self.root[node.name], *items)
+
+
+_HANDLERS: dict[Any, Callable[[Binder, fx.Node], None]] = {
+    redistribute: Binder._redistribute,
+    all_reduce: Binder._all_reduce,
+    vary: Binder._vary,
+    vary_all: Binder._vary_all,
+}
+
+
+def local_view(program: Program, node: fx.Node, rank: int) -> Local:
+    """What one rank sees of an op."""
+    bound, mesh = bound_of(node), program.mesh
+    split = {f: (mesh.coordinate(rank, a), mesh[a]) for f, a in node.meta["split"].items()}
+    split.update({f: (0, 1) for f in node.meta["fetched"]})
+    return Local(bound.call, bound, split)
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply to every leaf of nested tuples, lists and dicts."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(v, function) for v in value) if type(value) in (tuple, list) else [
+            _map(v, function) for v in value
+        ]
+    if isinstance(value, Mapping):
+        return {k: _map(v, function) for k, v in value.items()}
+    return function(value)
+
+
+def _root(members: Mapping[str, Any]) -> nn.Module:
+    root = nn.Module()
+    for name, member in members.items():
+        if isinstance(member, Tensor):
+            root.register_buffer(name, member, persistent=False)
+        else:
+            root.add_module(name, member)
+    return root
+
+
+def empty(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], single: bool, device: torch.device, *tensors: Tensor
+) -> Any:
+    """Empty outputs that autograd sees as computed from ``tensors``, so that this rank takes part in the backward pass."""
+    made = _Empty.apply(shapes, dtypes, device, *tensors)  # type: ignore[no-untyped-call]
+    return made[0] if single else made
+
+
+class _Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shapes: Any, dtypes: Any, device: Any, *tensors: Tensor) -> Any:
+        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
+        outs = tuple(torch.empty(s, dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True))
+        ctx.mark_non_differentiable(*(o for o in outs if not (o.is_floating_point() or o.is_complex())))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad[3:], strict=True)
+        ]
+        return (None, None, None, *zeros)
+
+
+def groups_of(program: Program) -> list[tuple[tuple[int, ...], ...]]:
+    """The partitions that the all-reduces of a program run over, forward and backward, in graph order."""
+    axes = dict.fromkeys(
+        tuple(node.args[1])  # type: ignore[arg-type]
+        for node in program.graph.nodes
+        if node.op == "call_function" and node.target in (all_reduce, vary, vary_all)
+    )
+    return [program.mesh.groups(a) for a in axes]
