@@ -1,10 +1,10 @@
 """Where in the user's code, and in which module, an op was called: read off the Python stack.
 
-    model.py:31  forward          x = self.enc(x)         <- module ""
-      module.py  _call_impl       self = enc
-        model.py:12  forward      x = self.conv(x)        <- module "enc"; the innermost line of the user is the source
-          module.py  _call_impl   self = conv             <- module "enc.conv", the innermost one with a name
-            conv.py  forward      F.conv3d(...)
+model.py:31  forward          x = self.enc(x)         <- module ""
+  module.py  _call_impl       self = enc
+    model.py:12  forward      x = self.conv(x)        <- module "enc"; the innermost line of the user is the source
+      module.py  _call_impl   self = conv             <- module "enc.conv", the innermost one with a name
+        conv.py  forward      F.conv3d(...)
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _CALL = nn.Module._call_impl.__code__
@@ -89,7 +92,7 @@ class Places:
         return known
 
 
-def run[T](call: "Callable[[], T]") -> T:
+def run(call: Callable[[], T]) -> T:
     """Call the model; frames further out belong to the caller of halofx and are no place in the model."""
     return call()
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from halofx.compiler.emit import is_getitem
-from halofx.compiler.facts import bound_of, is_op, is_tensor, layout_of, shape_of, val
+from halofx.compiler.emit import is_getitem, name_of, operand_nodes
+from halofx.compiler.facts import (
+    axes_of,
+    bound_of,
+    calls,
+    is_op,
+    is_tensor,
+    layout_of,
+    move_of,
+    shape_of,
+    source_of,
+    sources_of,
+    val,
+)
 from halofx.compiler.index_map import length
 from halofx.compiler.interval import blocks
 from halofx.compiler.layout import Layout
@@ -40,34 +52,54 @@ class Summary:
     activations: int = 0  # bytes on the fullest rank
     parameters: int = 0  # bytes on every rank
 
+    def __str__(self) -> str:
+        lines = [f"{'':<9} {'kind':<16} {'axes':<22} {'messages':>9} {'bytes':>10} {'bytes / rank':>13}   (all ranks)"]
+        for title, rows in (("forward", self.forward), ("backward", self.backward)):
+            for t in rows or [Traffic("nothing", ())]:
+                per = human(t.bytes / self.ranks)
+                axes = " ".join(t.axes)
+                lines.append(f"{title:<9} {t.kind:<16} {axes:<22} {t.messages:>9} {human(t.bytes):>10} {per:>13}")
+        lines.append(f"forward flops {self.flops / 1e9:.2f} G in all, {self.flops / self.ranks / 1e9:.2f} G a rank")
+        lines.append(
+            f"kept for backward {human(self.activations)}, parameters {human(self.parameters)} on the fullest rank"
+        )
+        return "\n".join(lines)
+
+
+def human(size: float) -> str:
+    """Bytes for people: ``4.0 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
 
 def messages(program: Program, node: fx.Node) -> tuple[int, int]:
     """(messages, bytes) that a node sends in one forward pass, over all ranks; an all-reduce counts one a rank."""
-    if node.op != "call_function":
-        return 0, 0
-    if node.target is redistribute:
+    if calls(node, redistribute):
         return _moved(program.mesh, node, back=False)
-    if node.target is all_reduce:
-        rows = program.mesh.count(node.args[1]) if node.args[2] == "moments" else 1  # type: ignore[arg-type]
-        return _reduced(program.mesh, node.args[0], node.args[1], rows)  # type: ignore[arg-type]
+    if calls(node, all_reduce):
+        rows = program.mesh.count(axes_of(node)) if node.args[2] == "moments" else 1
+        return _reduced(program.mesh, source_of(node), rows)
     return 0, 0
 
 
 def messages_back(program: Program, node: fx.Node) -> tuple[int, int]:
     """(messages, bytes) that a node sends in one backward pass, over all ranks."""
-    if node.op != "call_function" or not node.meta.get("needs_grad", True):
+    if not node.meta.get("needs_grad", True):
         return 0, 0
-    if node.target is redistribute:
+    if calls(node, redistribute):
         return _moved(program.mesh, node, back=True)
-    if node.target is vary:
-        return _reduced(program.mesh, node.args[0], node.args[1])  # type: ignore[arg-type]
-    if node.target is vary_all:
-        sizes = [val(p).numel() * val(p).element_size() for p in node.args[0] if p.meta.get("needs_grad", True)]  # type: ignore[union-attr,misc]
+    if calls(node, vary):
+        return _reduced(program.mesh, source_of(node))
+    if calls(node, vary_all):
+        sizes = [val(p).numel() * val(p).element_size() for p in sources_of(node) if p.meta.get("needs_grad", True)]
         return (program.mesh.size, sum(sizes) * program.mesh.size) if sizes else (0, 0)
     return 0, 0
 
 
-def _reduced(mesh: Mesh, source: fx.Node, axes: Sequence[str], rows: int = 1) -> tuple[int, int]:
+def _reduced(mesh: Mesh, source: fx.Node, rows: int = 1) -> tuple[int, int]:
     layout, shape = layout_of(source), held_extents(source)
     counts = [math.prod(layout.local_shape(shape, mesh, rank)) for rank in _representatives(mesh, layout)]
     repeat = mesh.size // max(1, len(counts))
@@ -77,14 +109,19 @@ def _reduced(mesh: Mesh, source: fx.Node, axes: Sequence[str], rows: int = 1) ->
 
 def _representatives(mesh: Mesh, layout: Layout) -> list[int]:
     """One rank for every combination of coordinates on the axes that split a value."""
-    return sorted({mesh.rank({a: mesh.coordinate(r, a) for a in layout.split if a}) for r in mesh.group(0, [a for a in layout.split if a])})
+    return sorted(
+        {
+            mesh.rank({a: mesh.coordinate(r, a) for a in layout.split if a})
+            for r in mesh.group(0, [a for a in layout.split if a])
+        }
+    )
 
 
 def held_extents(node: fx.Node) -> tuple[int, ...]:
     """For every dim the indices held by all coordinates together: more than the global extent where there are halos."""
-    if node.op == "call_function" and node.target is redistribute:
-        move: Redistribution = node.meta["move"]
-        held = list(held_extents(node.args[0]))  # type: ignore[arg-type]
+    move = move_of(node)
+    if move is not None:
+        held = list(held_extents(source_of(node)))
         if move.have is not None:
             held[move.have] = move.have_extent
         held[move.dim] = length(move.reads[0]) if move.need is None else sum(length(r) for r in move.reads)
@@ -95,7 +132,7 @@ def held_extents(node: fx.Node) -> tuple[int, ...]:
 def _moved(mesh: Mesh, node: fx.Node, back: bool) -> tuple[int, int]:
     """Bytes of the pieces, times what the other dims hold over the other axes."""
     move: Redistribution = node.meta["move"]
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    source = source_of(node)
     layout, held = layout_of(source), held_extents(source)
     moved_dims = {d for d in (move.have, move.need) if d is not None}
     pairs, count = _pairs(move, back)
@@ -146,7 +183,12 @@ def summary(program: Program) -> Summary:
         if node.op == "call_function" and not is_op(node) and not is_getitem(node):
             kind, axes = _kind(node)
             _add(result.forward, kind, axes, *messages(program, node))
-            _add(result.backward, "sum_gradients" if kind.startswith("vary") else kind, axes, *messages_back(program, node))
+            _add(
+                result.backward,
+                "sum_gradients" if kind.startswith("vary") else kind,
+                axes,
+                *messages_back(program, node),
+            )
         if is_op(node):
             spec = bound_of(node).spec
             result.flops += spec.flops or 0 if spec is not None else 0
@@ -159,7 +201,7 @@ def summary(program: Program) -> Summary:
 def _kind(node: fx.Node) -> tuple[str, tuple[str, ...]]:
     if node.target is redistribute:
         return node.meta["move"].kind, (node.meta["move"].axis,)
-    return node.target.__name__, tuple(node.args[1])  # type: ignore[union-attr,arg-type]
+    return name_of(node.target), axes_of(node)
 
 
 def _add(found: list[Traffic], kind: str, axes: tuple[str, ...], count: int, size: int) -> None:
@@ -187,8 +229,6 @@ def _kept(program: Program) -> Iterator[fx.Node]:
 
 
 def _named(node: fx.Node, key: str) -> list[fx.Node]:
-    from halofx.compiler.emit import operand_nodes
-
     return [n for k, n in operand_nodes(node).items() if k == key or k.startswith(f"{key}.")]
 
 
@@ -196,16 +236,12 @@ def saved_bytes(program: Program, node: fx.Node) -> int:
     """The bytes of a value on the fullest rank (coordinate 0 of every axis has the largest block)."""
     layout, shape = layout_of(node), list(shape_of(node))
     local = list(layout.local_shape(shape, program.mesh, 0))
-    if node.op == "call_function" and node.target is redistribute:
-        for move in _moves(node):
-            local[move.dim] = max(length(read) for read in move.reads)
+    for move in _moves(node):
+        local[move.dim] = max(length(read) for read in move.reads)
     return math.prod(local) * val(node).element_size()
 
 
 def _moves(node: fx.Node) -> Iterator[Redistribution]:
-    while node.op == "call_function" and node.target is redistribute:
-        yield node.meta["move"]
-        node = node.args[0]  # type: ignore[assignment]
-
-
-__all__ = ["Summary", "Traffic", "mark_gradients", "messages", "messages_back", "saved_bytes", "summary"]
+    while (move := move_of(node)) is not None:
+        yield move
+        node = source_of(node)

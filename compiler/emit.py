@@ -45,9 +45,7 @@ def operands(node: fx.Node) -> Any:
 def getitem(node: fx.Node, index: int) -> fx.Node:
     """A new node for one output of a node with several, at the insertion point."""
     made = node.graph.call_function(operator.getitem, (node, index))
-    made.meta.update(
-        val=node.meta["val"][index], label=f"{label_of(node)}.{index}", source=node.meta.get("source")
-    )
+    made.meta.update(val=node.meta["val"][index], label=f"{label_of(node)}.{index}", source=node.meta.get("source"))
     return made
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from halofx.compiler.cost import messages, messages_back
+from halofx.compiler.cost import human, messages, messages_back
 from halofx.compiler.emit import label_of
 from halofx.compiler.errors import HalofxError
 from halofx.compiler.facts import is_op, is_tensor, layout_of, shape_of, val
 from halofx.compiler.index_map import Run
 from halofx.compiler.interval import blocks
 from halofx.compiler.primitives import redistribute
-from halofx.compiler.printer import expression, human, type_of
+from halofx.compiler.printer import expression, type_of
 from halofx.compiler.program import Program
 
 SHOWN = 16
@@ -32,7 +32,7 @@ def explain(program: Program, label: str) -> str:
 
 
 def _lines(program: Program, node: fx.Node) -> Iterator[str]:
-    yield f"{label_of(node)}: {type_of(node)}  {expression(node)}"
+    yield f"{label_of(node)}: {type_of(node)}  {expression(program, node)}"
     if node.meta.get("source"):
         yield f"  from      {node.meta['source']}"
     if node.op == "call_function" and node.target is redistribute:

@@ -9,7 +9,8 @@ from torch import fx
 
 from halofx.compiler.emit import is_getitem
 from halofx.compiler.layout import Layout
-from halofx.compiler.primitives import COLLECTIVES
+from halofx.compiler.primitives import COLLECTIVES, redistribute
+from halofx.compiler.redistribution import Redistribution
 from halofx.compiler.rules import Bound
 
 Homes = tuple[str | None, ...]
@@ -44,10 +45,38 @@ def bound_of(node: fx.Node) -> Bound:
     return bound
 
 
+def source_of(node: fx.Node) -> fx.Node:
+    """The value that a collective (or a getitem) takes."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node), node
+    return source
+
+
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """The parameters of a `vary_all`."""
+    return list(node.all_input_nodes)
+
+
+def axes_of(node: fx.Node) -> tuple[str, ...]:
+    """The axes of an `all_reduce`, `vary` or `vary_all`."""
+    axes = node.args[1]
+    assert isinstance(axes, tuple), node
+    return tuple(str(axis) for axis in axes)
+
+
+def move_of(node: fx.Node) -> Redistribution | None:
+    """The movement of a `redistribute` node, None for any other node."""
+    return node.meta["move"] if node.op == "call_function" and node.target is redistribute else None
+
+
+def calls(node: fx.Node, *targets: Any) -> bool:
+    """Whether a node is a call of one of the targets."""
+    return node.op == "call_function" and node.target in targets
+
+
 def _pick(node: fx.Node, key: str) -> Any:
     if is_getitem(node):
-        source, index = node.args
-        return source.meta[key][index]  # type: ignore[union-attr]
+        return source_of(node).meta[key][node.args[1]]
     return node.meta[key][0]
 
 

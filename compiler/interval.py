@@ -1,8 +1,8 @@
 """Half-open intervals, and the one balanced split that every dim over every axis uses.
 
-    blocks(10, 4)      0         3         6     8    10
-                       |---------|---------|-----|-----|
-                          rank 0    rank 1   r2    r3
+blocks(10, 4)      0         3         6     8    10
+                   |---------|---------|-----|-----|
+                      rank 0    rank 1   r2    r3
 """
 
 from __future__ import annotations

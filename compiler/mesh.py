@@ -1,10 +1,10 @@
 """Named axes over ranks: rank <-> coordinates, and the groups of ranks along axes.
 
-    Mesh(data=2, depth=3)          rank = row-major index of the coordinates, last axis fastest
+Mesh(data=2, depth=3)          rank = row-major index of the coordinates, last axis fastest
 
-                depth 0   1   2
-        data 0     [  0   1   2 ]   <- the group of axis depth that rank 1 is in
-        data 1     [  3   4   5 ]
+            depth 0   1   2
+    data 0     [  0   1   2 ]   <- the group of axis depth that rank 1 is in
+    data 1     [  3   4   5 ]
 """
 
 from __future__ import annotations

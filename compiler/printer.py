@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from halofx.compiler.cost import messages
+from halofx.compiler.cost import human, messages
 from halofx.compiler.emit import is_getitem, label_of, name_of
-from halofx.compiler.facts import layout_of
+from halofx.compiler.facts import axes_of, calls, layout_of, source_of, sources_of
 from halofx.compiler.layout import Layout
+from halofx.compiler.localize import common_arguments
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.rules import bind_arguments, signature
@@ -37,11 +38,9 @@ def _row(program: Program, node: fx.Node) -> Iterator[tuple[str, str, str, str]]
     if "state" in node.meta or is_getitem(node):
         return
     if node.op == "output":
-        yield "return", "", ", ".join(label_of(n) for n in node.args[0][0]), ""  # type: ignore[index,union-attr,misc]
+        yield "return", "", ", ".join(_name(n) for n in program.outputs()), ""
         return
-    yield label_of(node), type_of(node), expression(node), traffic(program, node)
-
-
+    yield label_of(node), type_of(node), expression(program, node), traffic(program, node)
 
 
 def type_of(node: fx.Node) -> str:
@@ -54,7 +53,7 @@ def type_of(node: fx.Node) -> str:
         return "(" + ", ".join(_type(v, la) for v, la in zip(value, layouts, strict=True)) + ")"
     if not isinstance(value, torch.Tensor):
         return ""
-    known = "layout" in node.meta or (is_getitem(node) and "layout" in node.args[0].meta)  # type: ignore[union-attr]
+    known = "layout" in node.meta or (is_getitem(node) and "layout" in source_of(node).meta)
     return _type(value, layout_of(node) if known else None)
 
 
@@ -63,28 +62,30 @@ def _type(value: torch.Tensor, layout: Layout | None) -> str:
     return SHORT.get(value.dtype, str(value.dtype)) + (layout or Layout.whole(len(shape))).show(shape)
 
 
-def expression(node: fx.Node) -> str:
+def expression(program: Program, node: fx.Node) -> str:
     """What a node computes, as a call."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
         return "constant"
-    if node.target is redistribute:
+    if calls(node, redistribute):
         return _movement(node)
-    if node.target in (all_reduce, vary):
+    if calls(node, all_reduce, vary):
         extra = f", {node.args[2]}" if node.target is all_reduce and node.args[2] != "sum" else ""
-        return f"{name_of(node.target)}({_name(node.args[0])}, axes=({', '.join(node.args[1])}){extra})"  # type: ignore[arg-type]
-    if node.target is vary_all:
-        names = [_name(n) for n in node.args[0]]  # type: ignore[union-attr]
+        return f"{name_of(node.target)}({_name(source_of(node))}, axes=({', '.join(axes_of(node))}){extra})"
+    if calls(node, vary_all):
+        names = [_name(n) for n in sources_of(node)]
         shown = names if len(names) <= 3 else [*names[:2], f"... {len(names) - 3} more", names[-1]]
-        return f"sum_gradients({', '.join(shown)}, axes=({', '.join(node.args[1])}))"  # type: ignore[arg-type]
-    return f"{name_of(node.target)}({', '.join(_arguments(node))})"
+        return f"sum_gradients({', '.join(shown)}, axes=({', '.join(axes_of(node))}))"
+    return f"{name_of(node.target)}({', '.join(_arguments(program, node))})"
 
 
-def _arguments(node: fx.Node) -> Iterator[str]:
+def _arguments(program: Program, node: fx.Node) -> Iterator[str]:
     """Tensors by name; other arguments as keywords where they differ from the defaults."""
-    local = node.meta.get("shown", {})
-    for (name, default), value in zip(signature(node.target), bind_arguments(node.target, node.args, node.kwargs).values(), strict=True):
+    local = common_arguments(program, node)
+    for (name, default), value in zip(
+        signature(node.target), bind_arguments(node.target, node.args, node.kwargs).values(), strict=True
+    ):
         value = local.get(name, value)
         if isinstance(value, fx.Node):
             yield _name(value)
@@ -130,12 +131,3 @@ def traffic(program: Program, node: fx.Node) -> str:
     """``2 msg   4.0 KiB``: messages and bytes of a node in one forward pass, over all ranks."""
     count, size = messages(program, node)
     return f"{count} msg   {human(size)}" if count else ""
-
-
-def human(size: float) -> str:
-    """Bytes for people: ``4.0 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError

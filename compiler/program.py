@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from halofx.compiler.mesh import Mesh
-
 
 TENSOR = object()
 """Stands for a tensor among the leaves of inputs and outputs."""
@@ -64,7 +63,12 @@ class Program:
 
     def outputs(self) -> tuple[fx.Node, ...]:
         """The nodes whose values are the tensor leaves of the result."""
-        return tuple(self.output_node().args[0][0])  # type: ignore[index,arg-type]
+        return self.results()[0]
+
+    def results(self) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+        """The outputs and the new values of buffers."""
+        outputs, updates = cast(Any, self.output_node().args[0])
+        return tuple(outputs), tuple(updates)
 
     def unflatten(self, outs: Sequence[Any]) -> Any:
         """The result of the model from its tensor leaves."""
@@ -74,4 +78,4 @@ class Program:
 
     def output_node(self) -> fx.Node:
         """The single output node."""
-        return next(iter(reversed(self.graph.nodes)))
+        return cast(fx.Node, next(iter(reversed(self.graph.nodes))))

@@ -200,7 +200,9 @@ def _factors(call: Call, spec: Spec) -> dict[str, Factor]:
 
 def _match(key: str, call: Call, shape: tuple[int, ...], tokens: Sequence[str]) -> None:
     if len(tokens) != len(shape):
-        raise ValueError(f"the rule of {call.target} gives {key} the dims {' '.join(tokens)!r}, its shape is {list(shape)}")
+        raise ValueError(
+            f"the rule of {call.target} gives {key} the dims {' '.join(tokens)!r}, its shape is {list(shape)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,8 @@ class Local:
         tokens = self.bound.spec.outs[output].split() if self.bound.spec else []
         sizes = self.call.outs[output].shape
         return tuple(
-            len(self.out(t.strip("[]"))) if t.strip("[]") in self.split else n for t, n in zip(tokens, sizes, strict=True)
+            len(self.out(t.strip("[]"))) if t.strip("[]") in self.split else n
+            for t, n in zip(tokens, sizes, strict=True)
         )
 
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 from torch import fx
 
 from halofx.compiler.emit import label_of, operand_nodes
-from halofx.compiler.facts import bound_of, differentiable, is_op, is_tensor, layout_of
+from halofx.compiler.facts import (
+    axes_of,
+    bound_of,
+    calls,
+    differentiable,
+    is_op,
+    is_tensor,
+    layout_of,
+    move_of,
+    source_of,
+)
 from halofx.compiler.index_map import span
 from halofx.compiler.interval import blocks
-from halofx.compiler.primitives import redistribute
+from halofx.compiler.primitives import all_reduce, vary, vary_all
 from halofx.compiler.program import Program
 
 LOWERED = ("insert_movements", "merge_movements")
@@ -30,7 +40,7 @@ def verify(program: Program, step: str) -> None:
 
 
 def _summed(node: fx.Node) -> bool:
-    return all(getattr(user.target, "__name__", "") == "all_reduce" for user in node.users)
+    return all(calls(user, all_reduce) for user in node.users)
 
 
 def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) -> None:
@@ -51,11 +61,10 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
 
 def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) -> tuple[object, ...]:
     """What the coordinates of an axis hold of one dim."""
-    while node.op == "call_function" and node.target is redistribute:
-        move = node.meta["move"]
+    while (move := move_of(node)) is not None:
         if move.need == dim and move.axis == axis:
             return tuple(move.reads)
-        node = node.args[0]  # type: ignore[assignment]
+        node = source_of(node)
     return tuple(span(b) for b in blocks(extent, program.mesh[axis]))
 
 
@@ -66,10 +75,7 @@ def _marked(node: fx.Node, key: str, source: fx.Node) -> None:
         return
     found: set[str] = set()
     while source.op == "call_function" and not is_op(source):
-        name = getattr(source.target, "__name__", "")
-        if name in ("vary", "vary_all"):
-            found |= set(source.args[1])  # type: ignore[arg-type]
-        source = source.args[0]  # type: ignore[assignment]
-        if not isinstance(source, fx.Node):
-            break
+        if calls(source, vary, vary_all):
+            found |= set(axes_of(source))
+        source = source.all_input_nodes[0]
     assert missing <= found, f"{label_of(node)} uses {key} on shards of {missing} without vary"

@@ -1,6 +1,6 @@
 """halofx: a graph compiler that splits 3D CNNs over devices, exactly.
 
-    net = halofx.compile(model, halofx.Mesh(data=2, depth=4))      # then torchrun --nproc-per-node 8 train.py
+net = halofx.compile(model, halofx.Mesh(data=2, depth=4))      # then torchrun --nproc-per-node 8 train.py
 """
 
 from halofx.api import compile

@@ -1,8 +1,8 @@
 """Rewrite an op that must see a split dim whole into ops that need not, where its rule knows how.
 
-    before    enc.norm: group_norm(x, 4)                      D split, group_norm needs D whole
-    after     enc.norm.moments: moments(x, ...)               a reduction that can be split: (count, mean, M2)
-              enc.norm: normalize(x, enc.norm.moments, ...)   pointwise
+before    enc.norm: group_norm(x, 4)                      D split, group_norm needs D whole
+after     enc.norm.moments: moments(x, ...)               a reduction that can be split: (count, mean, M2)
+          enc.norm: normalize(x, enc.norm.moments, ...)   pointwise
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def decompose_split(program: Program) -> None:
     """Decompose until nothing changes, then infer the homes of the new nodes."""
     changed = False
     for node in list(program.graph.nodes):
-        if is_op(node) and bound_of(node).spec is not None and bound_of(node).spec.decompose and _cut(program, node):
+        spec = bound_of(node).spec if is_op(node) else None
+        if spec is not None and spec.decompose is not None and _cut(program, node):
             changed |= _replace(node)
     if changed:
         for node in program.graph.nodes:

@@ -1,7 +1,7 @@
 """Look every op up in the op table.
 
-    before    enc.conv: call_function aten.conv3d.default
-    after     enc.conv: ... bound = (call, spec with factors n, o, d, h, w, i)      or spec None: no rule, runs whole
+before    enc.conv: call_function aten.conv3d.default
+after     enc.conv: ... bound = (call, spec with factors n, o, d, h, w, i)      or spec None: no rule, runs whole
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Make every difference between what a node's input holds and what the node reads a movement.
 
-    before    enc.conv: conv3d(x, w)                          reads planes 2o-1 .. 2o+1 of x, split over depth
-    after     enc.conv.h0: redistribute(x, depth: blocks -> what each coordinate reads)
-              enc.conv: conv3d(enc.conv.h0, w)
+before    enc.conv: conv3d(x, w)                          reads planes 2o-1 .. 2o+1 of x, split over depth
+after     enc.conv.h0: redistribute(x, depth: blocks -> what each coordinate reads)
+          enc.conv: conv3d(enc.conv.h0, w)
 """
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 from torch import fx
 
@@ -75,7 +77,9 @@ def move(program: Program, source: fx.Node, need: Need, label: str, fill: float,
     layout, shape, node = layout_of(source), list(shape_of(source)), source
     todo = {axis: plan for axis in program.mesh.axes if (plan := _step(program.mesh, axis, layout, shape, need))}
     while todo:
-        axis = next((a for a, r in todo.items() if r.need is None or layout.split[r.need] in (None, a)), next(iter(todo)))
+        axis = next(
+            (a for a, r in todo.items() if r.need is None or layout.split[r.need] in (None, a)), next(iter(todo))
+        )
         plan = todo.pop(axis)
         node = _insert(program, node, plan, f"{label}{first}", fill)
         layout = layout_of(node)
@@ -105,7 +109,7 @@ def _insert(program: Program, source: fx.Node, plan: Redistribution, label: str,
         plan = Redistribution(
             plan.axis, plan.parts, plan.have, plan.need, plan.have_extent, plan.need_extent, plan.reads, fill
         )
-    node = program.graph.call_function(redistribute, (source, plan))
+    node = program.graph.call_function(redistribute, (source, cast(Any, plan)))
     layout = layout_of(source)
     split = [None if axis == plan.axis else axis for axis in layout.split]
     if plan.need is not None:
@@ -117,6 +121,6 @@ def _insert(program: Program, source: fx.Node, plan: Redistribution, label: str,
 
 def _whole_outputs(program: Program) -> list[fx.Node]:
     """Values that must end whole on every rank: new buffers, and the value of a captured loss."""
-    outputs, updates = program.output_node().args[0]  # type: ignore[misc]
-    wanted = list(updates) + (list(outputs) if program.target_spec is not None else [])  # type: ignore[arg-type,call-overload]
+    outputs, updates = program.results()
+    wanted = updates + (outputs if program.target_spec is not None else ())
     return [n for n in dict.fromkeys(wanted) if any(layout_of(n).split)]

@@ -1,8 +1,8 @@
 """Complete pending sums: an all-reduce after every op whose split factor is summed away.
 
-    before    head.mean: f32[2, 8] +depth      sum(x, dim=(2, 3, 4))
-    after     head.mean.addend: f32[2, 8] +depth      sum(x, dim=(2, 3, 4))
-              head.mean:        f32[2, 8]             all_reduce(head.mean.addend, axes=(depth,))
+before    head.mean: f32[2, 8] +depth      sum(x, dim=(2, 3, 4))
+after     head.mean.addend: f32[2, 8] +depth      sum(x, dim=(2, 3, 4))
+          head.mean:        f32[2, 8]             all_reduce(head.mean.addend, axes=(depth,))
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mark where a whole value meets shards: its cotangents are summed over the axes along which the shards differ.
 
-    before    enc.conv: conv3d(x, w)         x split over data and depth, w whole
-    after     w.v: vary(w, axes=(data, depth))        backward: all-reduce
-              enc.conv: conv3d(x, w.v)
+before    enc.conv: conv3d(x, w)         x split over data and depth, w whole
+after     w.v: vary(w, axes=(data, depth))        backward: all-reduce
+          enc.conv: conv3d(x, w.v)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Move a value once: equal movements of one value become one node, and a value is summed or marked once.
 
-    before    a.h0: halo_exchange(x, lo=1, hi=1)    b.h0: halo_exchange(x, lo=1, hi=1)
-    after     a.h0: halo_exchange(x, lo=1, hi=1)    b reads a.h0
+before    a.h0: halo_exchange(x, lo=1, hi=1)    b.h0: halo_exchange(x, lo=1, hi=1)
+after     a.h0: halo_exchange(x, lo=1, hi=1)    b reads a.h0
 """
 
 from __future__ import annotations

@@ -63,4 +63,3 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             state.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return state.hexdigest()[:12]
-

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from halofx.compiler.emit import label_of, operand_nodes, positional
-from halofx.compiler.facts import bound_of, is_op
+from halofx.compiler.facts import axes_of, calls, is_op, source_of, sources_of
+from halofx.compiler.localize import local_call, local_view
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
-from halofx.compiler.rules import Call, Local, Operand
+from halofx.compiler.rules import Local, Operand
 from halofx.runtime.comm.base import Comm
 from halofx.runtime.gradients import Bucket, Enter, Launch, SyncSwitch
 from halofx.runtime.movement import AllReduce, Group, Move, Site, Vary, routes
@@ -42,7 +43,7 @@ class Binder:
             if node.op == "placeholder":
                 self.env[node] = self.graph.placeholder(node.name)
         for node in self.program.graph.nodes:
-            if node.op == "call_function" and node.target is vary_all:
+            if calls(node, vary_all):
                 self._enter(node)
         for node in self.program.graph.nodes:
             self._node(node)
@@ -70,11 +71,9 @@ class Binder:
 
     def _op(self, node: fx.Node) -> None:
         local = local_view(self.program, node, self.comm.rank)
-        call = local.bound.call
-        if local.bound.spec is not None and local.split:
-            call = local.bound.spec.local(local) if local.bound.spec.local is not None else call
-            if self._empty(node, local):
-                return
+        if local.bound.spec is not None and local.split and self._empty(node, local):
+            return
+        call = local_call(local)
         sources = operand_nodes(node)
         place = {id(operand): self.env[sources[key]] for key, operand in local.bound.call.tensors.items()}
         args, kwargs = positional(call.target, call.args)
@@ -93,7 +92,7 @@ class Binder:
         tensors = [self.env[n] for n in operand_nodes(node).values()]
         dtypes = [o.dtype for o in local.call.outs]
         single = isinstance(node.meta["val"], torch.Tensor)
-        args = (tuple(shapes), tuple(dtypes), single, self.device, *tensors)
+        args: Any = (tuple(shapes), tuple(dtypes), single, self.device, *tensors)
         self.env[node] = self.graph.create_node("call_function", empty, args, name=node.name)
         return True
 
@@ -107,30 +106,28 @@ class Binder:
         peers = [mesh.peer(rank, plan.axis, c) for c in range(plan.parts)]
         route = routes(plan, mesh.coordinate(rank, plan.axis), peers, Site(self.comm, label_of(node), self.tag))
         self.tag += 2
-        self.env[node] = self._module(node, Move(route), self.env[node.args[0]])  # type: ignore[index]
+        self.env[node] = self._module(node, Move(route), self.env[source_of(node)])
 
-    def _group(self, node: fx.Node, axes: Sequence[str]) -> Group:
-        return Group(Site(self.comm, label_of(node)), self.program.mesh.group(self.comm.rank, axes))
+    def _group(self, node: fx.Node) -> Group:
+        return Group(Site(self.comm, label_of(node)), self.program.mesh.group(self.comm.rank, axes_of(node)))
 
     def _all_reduce(self, node: fx.Node) -> None:
-        source, axes, reduce = node.args
-        group = self._group(node, axes)  # type: ignore[arg-type]
-        module = AllReduce(group, str(reduce), group.ranks.index(self.comm.rank))
-        self.env[node] = self._module(node, module, self.env[source])  # type: ignore[index]
+        group = self._group(node)
+        module = AllReduce(group, str(node.args[2]), group.ranks.index(self.comm.rank))
+        self.env[node] = self._module(node, module, self.env[source_of(node)])
 
     def _vary(self, node: fx.Node) -> None:
-        source, axes = node.args
-        self.env[node] = self._module(node, Vary(self._group(node, axes)), self.env[source])  # type: ignore[arg-type,index]
+        self.env[node] = self._module(node, Vary(self._group(node)), self.env[source_of(node)])
 
     def _enter(self, node: fx.Node) -> None:
-        bucket = Bucket(self._group(node, node.args[1]), self.sync)  # type: ignore[arg-type]
-        sources = [self.env[source] for source in node.args[0]]  # type: ignore[index,union-attr]
+        bucket = Bucket(self._group(node), self.sync)
+        sources = [self.env[source] for source in sources_of(node)]
         self.entered[node] = self._module(node, Enter(bucket), *sources, suffix="_enter")
         self.root[node.name] = Launch(bucket)
 
     def _vary_all(self, node: fx.Node) -> None:
-        count = len(node.args[0])  # type: ignore[arg-type]
-        items = [self.graph.call_function(operator.getitem, (self.entered[node], i)) for i in range(count)]
+        entered = self.entered[node]
+        items = [self.graph.call_function(operator.getitem, (entered, i)) for i in range(len(sources_of(node)))]
         self.env[node] = self._module(node, self.root[node.name], *items)
 
 
@@ -142,20 +139,14 @@ _HANDLERS: dict[Any, Callable[[Binder, fx.Node], None]] = {
 }
 
 
-def local_view(program: Program, node: fx.Node, rank: int) -> Local:
-    """What one rank sees of an op."""
-    bound, mesh = bound_of(node), program.mesh
-    split = {f: (mesh.coordinate(rank, a), mesh[a]) for f, a in node.meta["split"].items()}
-    split.update({f: (0, 1) for f in node.meta["fetched"]})
-    return Local(bound.call, bound, split)
-
-
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply to every leaf of nested tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_map(v, function) for v in value) if type(value) in (tuple, list) else [
-            _map(v, function) for v in value
-        ]
+        return (
+            type(value)(_map(v, function) for v in value)
+            if type(value) in (tuple, list)
+            else [_map(v, function) for v in value]
+        )
     if isinstance(value, Mapping):
         return {k: _map(v, function) for k, v in value.items()}
     return function(value)
@@ -198,9 +189,5 @@ class _Empty(torch.autograd.Function):
 
 def groups_of(program: Program) -> list[tuple[tuple[int, ...], ...]]:
     """The partitions that the all-reduces of a program run over, forward and backward, in graph order."""
-    axes = dict.fromkeys(
-        tuple(node.args[1])  # type: ignore[arg-type]
-        for node in program.graph.nodes
-        if node.op == "call_function" and node.target in (all_reduce, vary, vary_all)
-    )
+    axes = dict.fromkeys(axes_of(node) for node in program.graph.nodes if calls(node, all_reduce, vary, vary_all))
     return [program.mesh.groups(a) for a in axes]

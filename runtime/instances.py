@@ -66,7 +66,9 @@ class Instances:
         self.cache: dict[Any, Instance] = {}
         self.lock = threading.RLock()
         self.main: tuple[int, ...] | None = None
-        self.outputs: list[tuple[Layout, tuple[int, ...], tuple[int, ...]]] = []  # layout, global, local of the last call
+        self.outputs: list[
+            tuple[Layout, tuple[int, ...], tuple[int, ...]]
+        ] = []  # layout, global, local of the last call
         self.step = 0
 
     # building
@@ -118,7 +120,9 @@ class Instances:
         if not self.cache and self.declared is not None and self.loss is None:
             self._instance(self.declared)
         if not self.cache:
-            raise HalofxError("nothing is compiled yet: pass inputs=[shape, ...] to halofx.compile, or call the net first")
+            raise HalofxError(
+                "nothing is compiled yet: pass inputs=[shape, ...] to halofx.compile, or call the net first"
+            )
         if self.declared is not None and not any(i.program.training == training for i in self.cache.values()):
             self._instance(Request(self.declared.args, {}, self.declared.targets, training))
         fitting = [i for i in self.cache.values() if i.program.training == training]
@@ -148,7 +152,11 @@ class Instances:
         """The layout of an input of global ``shape``."""
         given = (self.options.get("layouts") or {}).get(name)
         if given is None:
-            if self.main is None or len(shape) > len(self.main) or (len(shape) == len(self.main) and name[:6] != "target"):
+            if (
+                self.main is None
+                or len(shape) > len(self.main)
+                or (len(shape) == len(self.main) and name[:6] != "target")
+            ):
                 self.main = tuple(shape) if self.declared is None else self.main
             given = default_homes(shape, self.main or shape)
         return Layout(tuple(a if a and self.mesh[a] > 1 else None for a in given))
@@ -187,7 +195,7 @@ class Instances:
         instance, module = self._ready(comm, request)
         program = instance.program
         state = self._state(program)
-        leaves = [v for v in tree_flatten((request.args, dict(request.kwargs), request.targets))[0]]
+        leaves = tree_flatten((request.args, dict(request.kwargs), request.targets))[0]
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         outs, updates = module(*state, *tensors, *self._rng(instance))
         self._assign(program, updates)
@@ -199,7 +207,7 @@ class Instances:
         known: dict[Any, bool] = self.__dict__.setdefault("_random", {})
         if key not in known:
             globals_ = tree_map(self._as_meta, (request.args, dict(request.kwargs), request.targets))
-            known[key] = self._instance(Request(*globals_, request.training)).random
+            known[key] = self._instance(Request(globals_[0], globals_[1], globals_[2], request.training)).random
         return known[key]
 
     def _ready(self, comm: Comm, request: Request) -> tuple[Instance, fx.GraphModule]:
@@ -214,7 +222,7 @@ class Instances:
                 return instance, instance.modules[id(comm)]
             self._check(comm, instance, request)
             module = self.bound(instance, comm)
-        except Exception as e:  # noqa: BLE001  (told to the other ranks, then raised)
+        except Exception as e:  # told to the other ranks, then raised
             error = e
         facts = {} if instance is None else self._facts(instance)
         agree(comm, facts, error, "the first call of the net")
@@ -240,9 +248,11 @@ class Instances:
         mine = [list(v.shape) if isinstance(v, Tensor) else None for _, v in paths]
         everyone = [json.loads(b) for b in comm.all_gather_bytes(json.dumps(mine).encode(), "the shapes of the shards")]
         if any(len(other) != len(mine) for other in everyone):
-            raise RankError("the ranks call the net with different numbers of arguments; give every rank its shards of the same")
+            raise RankError(
+                "the ranks call the net with different numbers of arguments; give every rank its shards of the same"
+            )
         shapes = [e for e in everyone[0] if e is not None]
-        main = max(shapes, key=len, default=[])
+        main: list[int] = max(shapes, key=len, default=[])
         made = []
         for i, (path, value) in enumerate(paths):
             if not isinstance(value, Tensor):
@@ -253,14 +263,19 @@ class Instances:
             layout = Layout(tuple(a if a and self.mesh[a] > 1 else None for a in given))
             shape = shards.global_shape([e[i] for e in everyone], layout, self.mesh, f"input {name}")
             made.append(torch.empty(shape, dtype=value.dtype, device="meta"))
-        return Request(*tree_unflatten(made, spec), request.training)
+        args, kwargs, given_targets = tree_unflatten(made, spec)
+        return Request(args, kwargs, given_targets, request.training)
 
     def _check(self, comm: Comm, instance: Instance, request: Request) -> None:
         """The shards have the shapes, dtypes and device that the program expects."""
-        given = [v for v in tree_flatten((request.args, dict(request.kwargs), request.targets))[0] if isinstance(v, Tensor)]
+        given = [
+            v for v in tree_flatten((request.args, dict(request.kwargs), request.targets))[0] if isinstance(v, Tensor)
+        ]
         expected = instance.program.placeholders("input")
         if len(given) != len(expected):
-            raise RankError(f"the net takes {len(expected)} tensors ({', '.join(n.meta['input'] for n in expected)}), got {len(given)}")
+            raise RankError(
+                f"the net takes {len(expected)} tensors ({', '.join(n.meta['input'] for n in expected)}), got {len(given)}"
+            )
         device = next((p.device for p in self.model.parameters()), None)
         for node, tensor in zip(expected, given, strict=True):
             layout, shape = layout_of(node), shape_of(node)
@@ -321,4 +336,3 @@ def _fits(shape: Sequence[int], local: Sequence[int], layout: Layout) -> bool:
 
 def _without(layout: Layout, dim: int) -> Layout:
     return Layout(layout.split[:dim] + layout.split[dim + 1 :])
-

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halofx.compiler.redistribution import Box, Redistribution, Table, Transfer
-from halofx.runtime.comm.base import Comm, Pending
+from halofx.runtime.comm.base import Comm
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def routes(plan: Redistribution, coordinate: int, peers: Sequence[int], site: Si
 
     def ranked(table: Table) -> Table:
         to_rank = lambda ts: tuple(Transfer(peers[t.peer], t.take, t.put) for t in ts)  # noqa: E731
-        return Table(
-            to_rank(table.sends), to_rank(table.receives), table.local, table.sizes, table.add, table.fill
-        )
+        return Table(to_rank(table.sends), to_rank(table.receives), table.local, table.sizes, table.add, table.fill)
 
     links: dict[bool, Route] = {}
     links[True] = Route(ranked(plan.forward(coordinate)), site, True, links)

@@ -28,6 +28,8 @@ class Net(nn.Module):
     shards of the inputs and returns this rank's shards of the outputs, or the whole loss when one was compiled in.
     """
 
+    model: nn.Module
+
     def __init__(
         self,
         model: nn.Module,
@@ -186,4 +188,3 @@ class Net(nn.Module):
             self.loss._apply(fn, recurse)
         self.instances.clear()
         return self
-

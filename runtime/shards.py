@@ -63,4 +63,3 @@ def gather(y: Tensor, layout: Layout, shape: Sequence[int], mesh: Mesh, comm: Co
         site = Site(comm, "gather", GATHER_TAG + 2 * i)
         y = Move(routes(plan, mesh.coordinate(comm.rank, axis), peers, site))(y)
     return y
-

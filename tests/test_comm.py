@@ -60,7 +60,9 @@ class TestThreads:
                 time.sleep(0.5)
             worker.await_last(rank)
 
-        with pytest.raises(RankError, match=r"enc\.conv\.h0: no message from rank 1 to rank 0 within 0\.1 s; .*timeout="):
+        with pytest.raises(
+            RankError, match=r"enc\.conv\.h0: no message from rank 1 to rank 0 within 0\.1 s; .*timeout="
+        ):
             launch(run, 2, timeout=0.1)
 
     def test_time_out_of_a_reduction_names_the_missing(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from halofx.compiler.index_map import IndexMap, length
+from halofx.compiler.index_map import IndexMap
 from halofx.compiler.rules import Call, Local, Sample, Spec, rule
 
 aten = torch.ops.aten
@@ -172,42 +172,41 @@ def conv_transpose(call: Call) -> Spec:
 def _cropped(local: Local) -> Call:
     """Split dims: run without padding on the inputs read, then keep the outputs that are this rank's.
 
-    inputs i0 .. i1 make outputs from s*i0 - p on; this rank's start at its own first output.
+    inputs i0 .. i1 make outputs from s*i0 - p on; this rank's start at its own first output. With k < s there are gaps,
+    so a window may begin before, or reach beyond, what the inputs make: those outputs are the bias alone.
     """
     call, dims = local.call, local.call["weight"].ndim - 2
-    names, x = spatial(dims), local.call["input"]
+    names = spatial(dims)
     if not any(local.is_split(n) for n in names):
         return call
     stride, padding, extra = (list(per_dim(call[a], dims)) for a in ("stride", "padding", "output_padding"))
-    dilation = per_dim(call["dilation"], dims)
-    crops: list[tuple[int, int, int]] = []
+    dilation, kernel = per_dim(call["dilation"], dims), call["weight"].shape[2:]
+    windows: list[tuple[int, int]] = []
     for i, name in enumerate(names):
-        if not local.is_split(name):
-            continue
-        out = local.out(name)
-        kernel = call["weight"].shape[2 + i]
-        read = transposed_map(kernel, stride[i], padding[i], dilation[i]).need(out)
-        made = (length(local.reads("input", name)) - 1) * stride[i] + dilation[i] * (kernel - 1) + 1
-        start = out.start + padding[i] - read.start * stride[i]
-        padding[i], extra[i] = 0, max(0, start + len(out) - made)
-        crops.append((x.ndim - dims + i, start, len(out)))
+        out, made = local.out(name), call.outs[0].shape[call.outs[0].ndim - dims + i]
+        window = (0, made)
+        if local.is_split(name):
+            read = transposed_map(kernel[i], stride[i], padding[i], dilation[i]).need(out)
+            window = (out.start + padding[i] - read.start * stride[i], len(out))
+            padding[i] = extra[i] = 0
+        windows.append(window)
     tail = {"stride": stride, "padding": padding, "output_padding": extra}
-    return call.with_(target=cropped_conv_transpose, **{**call.args, **tail, "crops": crops})
+    return call.with_(target=windowed_conv_transpose, **{**call.args, **tail, "windows": windows})
 
 
-def cropped_conv_transpose(
+def windowed_conv_transpose(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Any, padding: Any, output_padding: Any,
-    groups: int, dilation: Any, crops: Any,
+    groups: int, dilation: Any, windows: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """A transposed convolution of which some dims are cut to ``(dim, start, length)``; the bias reaches all of it."""
+    """A transposed convolution of which each spatial dim is cut, or extended by zeros, to ``(start, length)``."""
     op = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[weight.dim() - 3]
-    dims = len(stride)
-    short = [e if e >= max(s, d) else 0 for e, s, d in zip(output_padding, stride, dilation, strict=True)]
-    inside = [0 if missing else e for e, missing in zip(output_padding, short, strict=True)]
-    y = op(input, weight, None if any(short) else bias, stride, padding, inside, groups, dilation)
-    if any(short):
-        y = F.pad(y, [v for missing in reversed(short) for v in (0, missing)])
-        y = y if bias is None else y + bias.view(-1, *(1,) * dims)
-    for dim, start, count in crops:
-        y = y.narrow(dim, start, count)
-    return y
+    dims = len(windows)
+    if input.numel():
+        y = op(input, weight, None, stride, padding, output_padding, groups, dilation)
+        pads = [(-start, start + count - n) for (start, count), n in zip(windows, y.shape[-dims:], strict=True)]
+        flat = [v for pad in reversed(pads) for v in pad]
+        y = F.pad(y, flat) if any(flat) else y
+    else:  # nothing read: zeros that stay in the graph of autograd
+        shape = (*input.shape[: input.dim() - dims - 1], weight.shape[1] * groups, *(count for _, count in windows))
+        y = input.new_zeros(shape) + input.sum() + 0 * weight.sum()
+    return y if bias is None else y + bias.view(-1, *(1,) * dims)

@@ -88,7 +88,7 @@ class Comm(ABC):
         self.size = size
         self.timeout = timeout
         self.counters = Counters()
-        self._groups: set[Group] = {tuple(range(size))}
+        self._groups: set[Group] = {tuple(range(size))}  # known to all ranks, whoever is in them
 
     def prepare(self, partitions: Sequence[Sequence[Group]]) -> None:
         """Create what all-reduces over these groups need. The same call on every rank; known groups are kept.
@@ -101,10 +101,10 @@ class Comm(ABC):
             RankError: a member of a group did not come in time.
         """
         for partition in partitions:
-            group = self._own_group(partition)
-            if len(group) > 1 and group not in self._groups:
-                self._create_group(group)
-                self._groups.add(group)
+            groups = self._checked_partition(partition)
+            unknown = [group for group in groups if len(group) > 1 and group not in self._groups]
+            self._create_groups(unknown)
+            self._groups.update(unknown)
 
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, what: str) -> Pending:
         """Send tensors to peers and receive others in place. No receive is awaited before all sends are posted.
@@ -168,7 +168,8 @@ class Comm(ABC):
         """Give back what the transport holds; nothing may be started afterwards."""
 
     @abstractmethod
-    def _create_group(self, ranks: Group) -> None: ...
+    def _create_groups(self, groups: list[Group]) -> None:
+        """Create disjoint groups, each of two ranks or more; this rank may be in none. The same call everywhere."""
 
     @abstractmethod
     def _exchange(self, sends: list[Message], receives: list[Message], tag: int, what: str) -> Pending: ...
@@ -188,13 +189,13 @@ class Comm(ABC):
         assert not tensor.is_conj() and not tensor.is_neg(), f"{what}: resolve_conj() and resolve_neg() first"
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def _own_group(self, partition: Sequence[Group]) -> Group:
+    def _checked_partition(self, partition: Sequence[Group]) -> list[Group]:
         if sorted(chain.from_iterable(partition)) != list(range(self.size)):
             raise MeshError(
                 f"prepare: the groups {[tuple(group) for group in partition]} must hold each of the ranks "
                 f"0..{self.size - 1} exactly once; build them with the mesh's groups"
             )
-        return next(tuple(group) for group in partition if self.rank in group)
+        return [tuple(group) for group in partition]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -87,9 +87,11 @@ class MpiComm(Comm):
             # Spin while an answer is likely, then leave the core to the ranks that share it.
             sleep(0 if waited < 2e-4 else min(1e-3, waited / 20))
 
-    def _create_group(self, ranks: Group) -> None:
+    def _create_groups(self, groups: list[Group]) -> None:
         world = self._collectives[tuple(range(self.size))]
-        self._collectives[ranks] = world.Create_group(world.Get_group().Incl(list(ranks)))
+        for ranks in groups:
+            if self.rank in ranks:
+                self._collectives[ranks] = world.Create_group(world.Get_group().Incl(list(ranks)))
 
     def _exchange(self, sends: list[Message], receives: list[Message], tag: int, what: str) -> Pending:
         # A tag above MPI's limit is folded: order alone keeps equal tags apart, as everywhere.
@@ -176,9 +178,10 @@ def abort_on_exception() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         previous(kind, value, traceback)
-        print(f"halofx: rank {MPI.COMM_WORLD.Get_rank()} failed and ends the MPI job", file=sys.stderr)
+        print(f"\nhalofx: rank {MPI.COMM_WORLD.Get_rank()} failed and ends the MPI job", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
+        sleep(0.5)  # what the launcher has not forwarded when the job ends is lost
         MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook

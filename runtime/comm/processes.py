@@ -82,13 +82,14 @@ class ProcessComm(Comm):
                 dist.destroy_process_group(group)
 
     def _new_group(self, ranks: Group, backend: str) -> dist.ProcessGroup:
-        """A private group. Only its members synchronize, so that many small groups cost nothing elsewhere."""
+        """A private group; all ranks take part, members or not.
+
+        torch's cheaper way, in which only members do (use_local_synchronization), names a group by the number of
+        groups a rank is in: where that differs between the members, they wait for each other under two names.
+        """
         try:
             group: dist.ProcessGroup = dist.new_group(
-                list(ranks),
-                timeout=timedelta(seconds=self.timeout),
-                backend=backend,
-                use_local_synchronization=True,
+                list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend
             )
             return group
         except (RuntimeError, ValueError) as error:
@@ -97,8 +98,11 @@ class ProcessComm(Comm):
                 f"({_brief(error)}); look for the first error in their output"
             ) from error
 
-    def _create_group(self, ranks: Group) -> None:
-        self._collectives[ranks] = self._new_group(ranks, self.name)
+    def _create_groups(self, groups: list[Group]) -> None:
+        for ranks in groups:
+            group = self._new_group(ranks, self.name)
+            if self.rank in ranks:
+                self._collectives[ranks] = group
 
     def _gather_padded(self, row: Tensor, what: str) -> list[Tensor]:
         rows = [torch.empty_like(row) for _ in range(self.size)]

@@ -210,7 +210,7 @@ class ThreadComm(Comm):
         self.world.join(self.rank, meeting, what)
         return list(meeting.result(list, what))
 
-    def _create_group(self, ranks: Group) -> None:
+    def _create_groups(self, groups: list[Group]) -> None:
         pass
 
     def _exchange(self, sends: list[Message], receives: list[Message], tag: int, what: str) -> Pending:
