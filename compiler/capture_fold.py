@@ -9,7 +9,6 @@ Random ops are never folded, nor is what gets large: its small inputs become con
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -126,15 +125,4 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         keep = node.op == "output" or (node.op == "placeholder" and "input" in node.meta)
         if not node.users and not keep:
-            graph.erase_node(node)
-
-
-def drop_noops(graph: fx.Graph) -> None:
-    """``getitem`` of nothing, and a ``detach`` of a detached value: uses go to the value itself."""
-    for node in list(graph.nodes):
-        source = node.args[0] if node.args else None
-        if node.target is torch.ops.aten.detach.default and isinstance(source, fx.Node):
-            if source.target is node.target:
-                node.replace_all_uses_with(source)
-        elif node.target is operator.getitem and not node.users:
             graph.erase_node(node)

@@ -69,6 +69,8 @@ class Places:
             elif code is _APPLY and function is None:
                 function = frame.f_locals["cls"]
             frame = frame.f_back
+        if frame is None:  # not within a run
+            return Place(None, 0, self.default, None)
         return Place(file, line, self.default if path is None else path, function)
 
     def of_error(self, error: BaseException) -> Place:

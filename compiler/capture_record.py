@@ -84,9 +84,9 @@ class Recorder(ProxyTorchDispatchMode):
 
     # -- what is known before the run
 
-    def placeholder(self, name: str, tensor: Tensor, original: Tensor, **meta: Any) -> fx.Node:
+    def placeholder(self, tensor: Tensor, original: Tensor, **meta: Any) -> fx.Node:
         """A placeholder for a fake tensor, which is also found through the original that it stands for."""
-        node = self.graph.create_node("placeholder", name, name=name)
+        node = self.graph.create_node("placeholder", f"p{len(self._alive)}")
         node.meta.update(meta, place=Place(None, 0, "", None), grad=True)
         self._bind(tensor, node)
         self._nodes[id(original)] = node
@@ -241,6 +241,11 @@ class Recorder(ProxyTorchDispatchMode):
                     f"{func} writes to a tensor of shape {tuple(tensor.shape)} that is kept outside of the parameters "
                     f"and buffers{at(str(place))}; register it with register_buffer, or write to a clone"
                 )
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether the run used a tensor as a constant from outside."""
+        node = self._nodes.get(id(tensor))
+        return node is not None and node.op == "get_attr"
 
     def mark(self, tensor: Tensor, path: str) -> None:
         """Note that a tensor is the output of the module at ``path``, unless an inner module claimed it."""

@@ -87,6 +87,11 @@ def lend(roots: dict[str, nn.Module], state: dict[str, Tensor], fakes: dict[str,
             _restore(item)
 
 
+def module_paths(roots: dict[str, nn.Module]) -> dict[int, str]:
+    """The path of every module by its id; those of the loss begin with ``loss``."""
+    return {id(module): path for path, module in _modules(roots)}
+
+
 def _modules(roots: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     for prefix, root in roots.items():

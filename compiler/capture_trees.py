@@ -29,17 +29,20 @@ NONE = _None.NONE
 """Stands for a literal None among the non-tensor leaves of inputs and outputs."""
 
 
-def flatten(tree: Any, what: str) -> tuple[pytree.TreeSpec, tuple[Any, ...], list[tuple[str, Tensor]]]:
-    """The spec of a tree, its non-tensor leaves, and its tensors with their paths (``.0``, ``.image``).
+Path = tuple[str, ...]
+
+
+def flatten(tree: Any, what: str) -> tuple[pytree.TreeSpec, tuple[Any, ...], list[tuple[Path, Tensor]]]:
+    """The spec of a tree, its non-tensor leaves, and its tensors with their paths (``("0", "image")``).
 
     ``what`` names the tree in the error. Raises `CompileError` for a leaf that hides tensors.
     """
     paths, spec = pytree.tree_flatten_with_path(tree)
     leaves: list[Any] = []
-    tensors: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[Path, Tensor]] = []
     for path, leaf in paths:
         if isinstance(leaf, Tensor):
-            tensors.append(("".join(_step(key) for key in path), leaf))
+            tensors.append((tuple(_step(key) for key in path), leaf))
             leaves.append(None)
         else:
             _refuse_hidden_tensors(leaf, what)
@@ -63,8 +66,8 @@ def _step(key: Any) -> str:
     """One step of a path: an index, a key or an attribute."""
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
-            return f".{getattr(key, attribute)}"
-    return f".{key}"
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def _refuse_hidden_tensors(leaf: Any, what: str) -> None:

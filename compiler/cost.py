@@ -164,18 +164,6 @@ def _sizes(move: Redistribution, me: int, back: bool) -> dict[int, int]:
     return dict(table.sizes)
 
 
-def mark_gradients(program: Program, frozen: frozenset[str] = frozenset()) -> None:
-    """Set ``needs_grad``: whether a cotangent flows into a node when the inputs need no gradient."""
-    for node in program.graph.nodes:
-        if "state" in node.meta:
-            node.meta["needs_grad"] = node.meta["state"] not in frozen
-        elif node.op in ("placeholder", "get_attr", "output"):
-            node.meta["needs_grad"] = False
-        else:
-            stops = "detach" in str(node.target)
-            node.meta["needs_grad"] = not stops and any(n.meta.get("needs_grad") for n in node.all_input_nodes)
-
-
 def summary(program: Program) -> Summary:
     """Messages and bytes by kind and axes, forward and backward; flops; activation bytes of the fullest rank."""
     result = Summary(program.mesh.size)

@@ -89,6 +89,10 @@ class Functionalizer:
         for changed, new in news:
             self.values[changed] = (self.version[storage], new)
 
+    def final(self, node: fx.Node) -> fx.Node:
+        """The value of a recorded node at the end, without gradient: the new value of a buffer."""
+        return self._step(DETACH, self.read(node))
+
     def _version(self, node: fx.Node) -> int:
         return self.version.get(node.meta["storage"], 0) if "storage" in node.meta else 0
 

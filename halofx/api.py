@@ -9,7 +9,6 @@ from torch import nn
 
 from halofx import passes
 from halofx.compiler.capture import capture
-from halofx.compiler.cost import mark_gradients
 from halofx.compiler.errors import MeshError
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
@@ -23,9 +22,19 @@ def build(
 ) -> Program:  # fmt: skip
     """Capture a model on global (real, fake or meta) inputs and run every pass."""
     program = capture(model, args, dict(kwargs), mesh, loss=loss, targets=targets)
-    program.options.update(options or {})
-    mark_gradients(program, program.options.get("frozen", frozenset()))
+    program.options.update(options or {}, frozen=frozen(model, loss))
     return passes.run(program)
+
+
+def frozen(model: nn.Module, loss: Callable[..., Any] | None) -> frozenset[str]:
+    """The names of the state that takes no gradient: buffers, and parameters with ``requires_grad=False``."""
+    names: list[str] = []
+    for prefix, module in (("", model), ("loss.", loss)):
+        if isinstance(module, nn.Module):
+            names += [prefix + name for name, _ in module.named_buffers(remove_duplicate=False)]
+            parameters = module.named_parameters(remove_duplicate=False)
+            names += [prefix + name for name, p in parameters if not p.requires_grad]
+    return frozenset(names)
 
 
 def compile(

@@ -8,6 +8,7 @@ from halofx.compiler.printer import listing
 from halofx.compiler.program import Program
 from halofx.compiler.verify import verify
 from halofx.passes.decompose_split import decompose_split
+from halofx.passes.infer_gradients import infer_gradients
 from halofx.passes.infer_homes import infer_homes
 from halofx.passes.infer_inputs import infer_inputs
 from halofx.passes.infer_rules import infer_rules
@@ -19,6 +20,7 @@ from halofx.passes.merge_movements import merge_movements
 from halofx.passes.plan_splits import plan_splits
 
 PIPELINE: tuple[Callable[[Program], None], ...] = (
+    infer_gradients,
     infer_inputs,
     infer_rules,
     infer_homes,
@@ -29,6 +31,7 @@ PIPELINE: tuple[Callable[[Program], None], ...] = (
     merge_movements,
     insert_varies,
     merge_gradients,
+    infer_gradients,
 )
 
 

@@ -105,10 +105,9 @@ class Instances:
         key = (request.training, described, str(spec), frozen)
         with self.lock:
             if key not in self.cache:
-                options = {**self.options, "frozen": frozenset(frozen)}
                 program = self.build(
                     self.model, request.args, dict(request.kwargs), self.mesh,
-                    loss=self.loss, targets=request.targets, options=options,
+                    loss=self.loss, targets=request.targets, options=self.options,
                 )  # fmt: skip
                 for note in program.notes:
                     warnings.warn(f"halofx: {note}", stacklevel=6)

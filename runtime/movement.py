@@ -94,13 +94,23 @@ def run(table: Table, x: Tensor, site: Site) -> Tensor:
     buffers = [(p, x.new_empty(sum(_numel(t.put, shape) for t in ts))) for p, ts in expected]
     pending = site.comm.start_exchange(sends, buffers, site.tag, site.what) if sends or buffers else None
     out = _result(table, x, shape)
-    for t in table.local:
-        _write(out, t.put, _read(x, t.take), table.add)
+    if not table.add:
+        _copy_local(out, table, x)
     if pending is not None:
         pending.wait()
-        for (_, ts), (_, flat) in zip(expected, buffers, strict=True):
-            _unpack(out, flat, ts, table.add)
+    arrived = {peer: (flat, ts) for (peer, ts), (_, flat) in zip(expected, buffers, strict=True)}
+    # Addends are summed in the order of the ranks, so that copies of one value get bitwise the same cotangent.
+    for peer in sorted({*arrived, site.comm.rank} if table.add else arrived):
+        if peer in arrived:
+            _unpack(out, *arrived[peer], table.add)
+        else:
+            _copy_local(out, table, x)
     return out
+
+
+def _copy_local(out: Tensor, table: Table, x: Tensor) -> None:
+    for t in table.local:
+        _write(out, t.put, _read(x, t.take), table.add)
 
 
 def _result(table: Table, x: Tensor, shape: list[int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def mpirun(size: int, *code: str, timeout: float = 60, **extra: str) -> subproce
 def test_every_check() -> None:
     done = mpirun(4, "-m", "tests.comm_worker", "run_all")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: mpi" for rank in range(4)]
+    # mpirun may merge two ranks' lines into one.
+    assert sorted(re.findall(r"rank (\d): mpi", done.stdout)) == ["0", "1", "2", "3"]
 
 
 def test_an_exception_on_one_rank_ends_the_job() -> None:

@@ -88,6 +88,9 @@ class MpiComm(Comm):
             sleep(0 if waited < 2e-4 else min(1e-3, waited / 20))
 
     def _create_groups(self, groups: list[Group]) -> None:
+        if groups:
+            # Creating a communicator has no time-out, so it begins when all ranks are known to be here.
+            self.all_gather_bytes(b"", "prepare")
         world = self._collectives[tuple(range(self.size))]
         for ranks in groups:
             if self.rank in ranks:

@@ -13,11 +13,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -45,15 +45,29 @@ class _Task:
 
 @dataclass
 class _Rank:
-    """A started process, seen from the parent; `report` is (kind, content) once it has come."""
+    """A started process, seen from the parent.
+
+    `kind` is "" until it reports, then "result", "error" (an exception of its own), "lost" (a RankError, which may
+    follow from another rank's failure) or "died"; `content` a pickled result, a text or an exit code.
+    """
 
     number: int
     process: SpawnProcess
     pipe: connection.Connection
-    report: tuple[str, Any] | None = field(default=None)
+    kind: str = ""
+    content: Any = None
 
     def failed(self) -> bool:
-        return self.report is not None and self.report[0] != "result"
+        return self.kind not in ("", "result")
+
+    def read(self) -> None:
+        """Take the report; the end of the pipe without one is the process's death."""
+        try:
+            kind = self.pipe.recv_bytes().decode()
+            self.kind, self.content = kind, self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            self.process.join(_GRACE)
+            self.kind, self.content = "died", self.process.exitcode
 
 
 def launch_processes(fn: Callable[[int], R], size: int, timeout: float) -> list[R]:
@@ -70,7 +84,7 @@ def launch_processes(fn: Callable[[int], R], size: int, timeout: float) -> list[
         for number in range(size):
             ranks.append(_start(task, number))
         _collect(ranks)
-        return [pickle.loads(rank.report[1]) for rank in ranks if rank.report is not None]
+        return [pickle.loads(rank.content) for rank in ranks]
     finally:
         _end(ranks)
 
@@ -97,51 +111,41 @@ def _collect(ranks: list[_Rank]) -> None:
         RankError: a rank raised or died.
     """
     until: float | None = None
-    while any(rank.report is None for rank in ranks):
+    while waiting := {rank.pipe.fileno(): rank for rank in ranks if not rank.kind}:
         left = None if until is None else max(until - monotonic(), 0)
-        waiting = {rank.pipe: rank for rank in ranks if rank.report is None}
         ready = connection.wait(list(waiting), left)
         for pipe in ready:
-            rank = waiting[pipe]  # type: ignore[index]
-            rank.report = _read(rank)
-        if any(rank.failed() for rank in ranks):
+            waiting[cast(int, pipe)].read()
+        failed = _first_cause(ranks)
+        if failed is not None:
             # One rank's death is another's lost message; whichever is seen first, the cause is named.
             until = until or monotonic() + _GRACE
-            if not ready or _cause(ranks).report[0] != "lost":  # type: ignore[index]
+            if not ready or failed.kind != "lost":
                 break
-    if any(rank.failed() for rank in ranks):
-        _raise(_cause(ranks), len(ranks))
+    failed = _first_cause(ranks)
+    if failed is not None:
+        raise _error(failed, len(ranks))
 
 
-def _read(rank: _Rank) -> tuple[str, Any]:
-    """A rank's report; the end of its pipe without one is its death."""
-    try:
-        kind = rank.pipe.recv_bytes().decode()
-        return kind, rank.pipe.recv_bytes()
-    except (EOFError, OSError):
-        rank.process.join(_GRACE)
-        return "died", rank.process.exitcode
-
-
-def _cause(ranks: list[_Rank]) -> _Rank:
+def _first_cause(ranks: list[_Rank]) -> _Rank | None:
     """Of the failed ranks, the one that failed first: a death or an own exception before a lost message."""
-    order = {"died": 0, "error": 1, "lost": 2}
-    return min((rank for rank in ranks if rank.failed()), key=lambda rank: order[rank.report[0]])  # type: ignore[index]
+    order = ("died", "error", "lost")
+    return min((rank for rank in ranks if rank.failed()), key=lambda rank: order.index(rank.kind), default=None)
 
 
-def _raise(rank: _Rank, size: int) -> None:
-    assert rank.report is not None
-    kind, content = rank.report
-    if kind == "died":
-        how = f"was killed by signal {-content}" if content and content < 0 else f"ended with exit code {content}"
-        raise RankError(f"launch: rank {rank.number} of {size} {how}, without an exception; look at its output")
-    raise RankError(f"launch: rank {rank.number} of {size} raised {content.decode()}")
+def _error(rank: _Rank, size: int) -> RankError:
+    who = f"launch: rank {rank.number} of {size}"
+    if rank.kind != "died":
+        return RankError(f"{who} raised {rank.content.decode()}")
+    code = rank.content
+    how = f"was killed by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
+    return RankError(f"{who} {how}, without an exception; look at its output")
 
 
 def _end(ranks: list[_Rank]) -> None:
     """Let ranks that have reported end, and end the others."""
     for rank in ranks:
-        if rank.report is None:
+        if not rank.kind:
             rank.process.terminate()
     for rank in ranks:
         rank.process.join(5 * _GRACE)
