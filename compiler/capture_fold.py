@@ -67,7 +67,8 @@ def fold(graph: fx.Graph, constants: dict[str, Tensor]) -> dict[str, Tensor]:
     values: dict[fx.Node, Any] = {}
     for node in list(graph.nodes):
         if node in foldable and isinstance(node.meta["val"], Tensor) and any(u not in foldable for u in node.users):
-            _to_constant(node, _evaluate(node, values, constants))
+            value = _evaluate(node, values, constants)
+            values[_to_constant(node, value)] = value
     drop_dead(graph)
     return _collect(graph)
 
@@ -101,13 +102,14 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _to_constant(node: fx.Node, value: Tensor) -> None:
+def _to_constant(node: fx.Node, value: Tensor) -> fx.Node:
     """A get_attr node with the value, in the place of a node."""
     with node.graph.inserting_before(node):
         new = node.graph.create_node("get_attr", "const")
     new.meta.update(node.meta, value=value)
     new.meta.pop("marked", None)
     node.replace_all_uses_with(new)
+    return new
 
 
 def _collect(graph: fx.Graph) -> dict[str, Tensor]:

@@ -17,12 +17,16 @@ from halofx.compiler.capture_views import aten, complete
 
 @dataclass(frozen=True)
 class Written:
-    """What is written: the value of a node, or ``op(*args, **kwargs)``; yet to be cast and expanded to its target."""
+    """What is written, yet to be cast and expanded to its target: the value of a node, or ``op(*args, **kwargs)``.
+
+    ``detached``: the op has no derivative, where the in-place op has one of zero.
+    """
 
     op: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     value: fx.Node | None = None
+    detached: bool = False
 
 
 def functional_form(op: Any, node: fx.Node) -> Written | None:
@@ -38,7 +42,16 @@ def functional_form(op: Any, node: fx.Node) -> Written | None:
         return Written(aten.full.default, (list(val.shape), fill), {"dtype": val.dtype, "device": val.device})
     outs = {a.name for a in op._schema.arguments if a.kwarg_only and a.is_out}
     found = _overload(op, outs)
-    return None if found is None else Written(found, args, {k: v for k, v in kwargs.items() if k not in outs})
+    if found is None:
+        return None
+    rest = {k: v for k, v in kwargs.items() if k not in outs}
+    return Written(found, args, rest, detached=op._schema.name in _RANDOM_FILLS)
+
+
+_RANDOM_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in ("bernoulli", "uniform", "normal", "exponential", "geometric", "cauchy", "log_normal", "random")
+)
 
 
 def factory_form(node: fx.Node) -> Written | None:
@@ -72,20 +85,23 @@ _FACTORIES = {
 
 
 def _overload(op: Any, outs: set[str]) -> Any:
-    """The overload with the same arguments that writes to nothing, the one of the same name if there is one."""
+    """The overload that takes the same arguments and writes to nothing; the one of the same name if there is one."""
     packet = _packet(op, outs)
     if packet is None:
         return None
-    names = [a.name for a in op._schema.arguments if a.name not in outs]
+    wanted = _arguments(op, outs)
     same_name = [op._overloadname] if op._overloadname in packet.overloads() else []
     for name in [*same_name, *packet.overloads()]:
         candidate = getattr(packet, name)
-        arguments = candidate._schema.arguments
-        kinds = [str(a.type) for a in op._schema.arguments if a.name not in outs]
-        if [a.name for a in arguments] == names and [str(a.type) for a in arguments] == kinds:
-            if not candidate._schema.is_mutable:
-                return candidate
+        if not candidate._schema.is_mutable and _arguments(candidate, set()) == wanted:
+            return candidate
     return None
+
+
+def _arguments(op: Any, outs: set[str]) -> list[tuple[str, str]]:
+    """Names and types of the arguments; the first is called ``self`` or ``input`` as it happens."""
+    found = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in outs]
+    return [("", found[0][1]), *found[1:]] if found else []
 
 
 def _packet(op: Any, outs: set[str]) -> Any:

@@ -169,7 +169,7 @@ class Functionalizer:
         val = node.meta["val"]
         if isinstance(val, Tensor) and not (val.is_floating_point() or val.is_complex()):
             return False
-        if node.target is aten.detach.default:
+        if node.target is aten.detach.default or getattr(node.target, "__name__", "").partition(".")[0].endswith("_like"):
             return False
         if node.target is GETITEM and node.args[0].target in _STATISTICS and node.args[1] != 0:  # type: ignore[union-attr]
             return False
@@ -272,7 +272,8 @@ class Functionalizer:
         if form.value is not None:
             value = self.read(form.value)
         else:
-            args, kwargs = fx.node.map_arg((form.args, form.kwargs), self.read)
+            read = (lambda n: self._step(DETACH, self.read(n))) if form.detached else self.read
+            args, kwargs = fx.node.map_arg((form.args, form.kwargs), read)
             value = self.emit(form.op, *complete(form.op, args, kwargs))
         want, have = target.meta["val"], value.meta["val"]
         if have.dtype != want.dtype:

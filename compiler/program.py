@@ -23,13 +23,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
+from halofx.compiler.capture_trees import rebuild
 from halofx.compiler.mesh import Mesh
-
-TENSOR = object()
-"""Stands for a tensor among the leaves of inputs and outputs."""
-
 
 @dataclass
 class Program:
@@ -48,11 +45,11 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: tuple[str, ...] = ()  # state_dict keys of the buffers that the program assigns
     in_spec: TreeSpec | None = None  # of (args, kwargs); non-tensor leaves are baked in
-    in_leaves: tuple[Any, ...] = ()  # the leaves of the inputs, TENSOR where a tensor is expected
+    in_leaves: tuple[Any, ...] = ()  # the leaves of the inputs, None where a tensor is expected
     target_spec: TreeSpec | None = None  # of the tuple of targets of a captured loss
     target_leaves: tuple[Any, ...] = ()
     out_spec: TreeSpec | None = None
-    out_leaves: tuple[Any, ...] = ()  # the leaves of the output, TENSOR where the graph has a node
+    out_leaves: tuple[Any, ...] = ()  # the leaves of the output, None where the graph has a node
     notes: list[str] = field(default_factory=list)  # warnings for the user, shown under the listing
     listings: dict[str, str] = field(default_factory=dict)  # pass name -> listing after it
     options: dict[str, Any] = field(default_factory=dict)  # choices of the user that passes read
@@ -73,8 +70,7 @@ class Program:
     def unflatten(self, outs: Sequence[Any]) -> Any:
         """The result of the model from its tensor leaves."""
         assert self.out_spec is not None
-        values = iter(outs)
-        return tree_unflatten([next(values) if leaf is TENSOR else leaf for leaf in self.out_leaves], self.out_spec)
+        return rebuild(self.out_spec, self.out_leaves, outs)
 
     def output_node(self) -> fx.Node:
         """The single output node."""

@@ -22,7 +22,7 @@ def build(
 ) -> Program:  # fmt: skip
     """Capture a model on global (real, fake or meta) inputs and run every pass."""
     program = capture(model, args, dict(kwargs), mesh, loss=loss, targets=targets)
-    program.options.update(options or {}, frozen=frozen(model, loss))
+    program.options.update(options or {}, frozen=frozen(model, loss), loss=loss is not None)
     return passes.run(program)
 
 

@@ -122,5 +122,5 @@ def _insert(program: Program, source: fx.Node, plan: Redistribution, label: str,
 def _whole_outputs(program: Program) -> list[fx.Node]:
     """Values that must end whole on every rank: new buffers, and the value of a captured loss."""
     outputs, updates = program.results()
-    wanted = updates + (outputs if program.target_spec is not None else ())
+    wanted = updates + (outputs if program.options.get("loss") else ())
     return [n for n in dict.fromkeys(wanted) if any(layout_of(n).split)]

@@ -14,6 +14,11 @@ from halofx.compiler.errors import RankError
 from halofx.runtime.comm import Comm
 
 
+SAME = "give every rank the same"
+PARAMETERS = "the parameters (names, shapes, values)"
+REMEDIES = {PARAMETERS: "call torch.manual_seed(0) before building the model, or load one state_dict, on every rank"}
+
+
 def agree(comm: Comm, facts: Mapping[str, str], error: Exception | None, what: str) -> None:
     """Compare facts with all ranks; every rank must call it at the same point.
 
@@ -35,7 +40,7 @@ def agree(comm: Comm, facts: Mapping[str, str], error: Exception | None, what: s
     for name in mine:
         values = [str(f.get(name, "nothing")) for f in all_facts]
         if len(set(values)) > 1:
-            raise RankError(f"the ranks disagree on {name} at {what}: {_who(values)}; give every rank the same")
+            raise RankError(f"the ranks disagree on {name} at {what}: {_who(values)}; {REMEDIES.get(name, SAME)}")
 
 
 def _who(values: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
 from halofx.runtime import shards
-from halofx.runtime.agree import agree, digest, tensor_digest
+from halofx.runtime.agree import PARAMETERS, agree, digest, tensor_digest
 from halofx.runtime.comm import Comm
 from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
@@ -235,7 +235,7 @@ class Instances:
             "the versions of torch and Python": torch.__version__,
             "the mesh": str(self.mesh),
             "the program (shapes, code, options)": digest(next(reversed(instance.program.listings.values()))),
-            "the parameters (names, shapes, values)": tensor_digest(state),
+            PARAMETERS: tensor_digest(state),
         }
 
     def _globals(self, comm: Comm, request: Request) -> Request:

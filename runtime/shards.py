@@ -31,7 +31,7 @@ def slices(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple
 def take(x: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     """A rank's shard of a global tensor, a copy that does not keep the global one alive (differentiable)."""
     part = x[slices(x.shape, layout, mesh, rank)]
-    return part if part.shape == x.shape else part.clone()
+    return x if part.shape == x.shape else part.clone()
 
 
 def global_shape(shapes: Sequence[Sequence[int]], layout: Layout, mesh: Mesh, what: str) -> tuple[int, ...]:

@@ -170,14 +170,19 @@ class TestProtocol:
 
     def test_programming_errors(self) -> None:
         comm, strided = self.pair(), torch.ones(4, 4).t()
-        for peer, tensor in ((0, torch.ones(1)), (2, torch.ones(1)), (1, strided), (1, torch.ones(2).cfloat().conj())):
+        for peer, tensor in (
+            (0, torch.ones(1)),
+            (2, torch.ones(1)),
+            (1, strided),
+            (1, torch.ones(2).to(torch.complex64).conj()),
+        ):
             with pytest.raises(AssertionError, match="n: "):
                 comm.start_exchange([(peer, tensor)], [], 0, "n")
         for tensor, ranks, op in (
             (strided, (0, 1), "sum"),
             (torch.ones(1), (0, 1), "prod"),
             (torch.ones(1), (1,), "sum"),
-            (torch.ones(1).cfloat(), (0, 1), "max"),
+            (torch.ones(1).to(torch.complex64), (0, 1), "max"),
         ):
             with pytest.raises(AssertionError, match="n: "):
                 comm.start_all_reduce(tensor, ranks, op, "n")

@@ -54,7 +54,7 @@ class Ranks:
 
 
 def worker_ranks(size: int, name: str, **extra: str) -> Ranks:
-    return Ranks(size, ["-m", "tests.comm_worker", name], **extra)
+    return Ranks(size, ["-m", "tests.comm_worker", name], 60, **extra)
 
 
 @pytest.mark.parametrize("size", [2, 3])
