@@ -37,9 +37,11 @@ def functional_form(op: Any, node: fx.Node) -> Written | None:
     if op is aten.fill_.Tensor:
         return Written(value=args[1])
     if op in (aten.zero_.default, aten.fill_.Scalar):
-        val = args[0].meta["val"]
         fill = args[1] if len(args) > 1 else 0
-        return Written(aten.full.default, (list(val.shape), fill), {"dtype": val.dtype, "device": val.device})
+        return Written(aten.full.default, (_shape(args[0]), fill), _typed(args[0]))
+    if op is getattr(aten.random_, "from"):  # its own functional form has an overload name that is a Python keyword
+        _, low, high = args
+        return None if high is None else Written(aten.randint.low, (low, high, _shape(args[0])), _typed(args[0]))
     outs = {a.name for a in op._schema.arguments if a.kwarg_only and a.is_out}
     found = _overload(op, outs)
     if found is None:
@@ -62,12 +64,15 @@ def factory_form(node: fx.Node) -> Written | None:
     """
     if node.target in (aten.empty_like.default, aten.zeros_like.default):
         return Written(aten.zeros_like.default, (node.args[0],), _typed(node))
-    op = _FACTORIES.get(node.target)
+    op: Any = _FACTORIES.get(node.target)
     if op is None:
         return None
-    size = list(node.meta["val"].shape)
     fill = complete(node.target, node.args, node.kwargs)[0][-1:] if op is aten.full.default else ()
-    return Written(op, (size, *fill), _typed(node))
+    return Written(op, (_shape(node), *fill), _typed(node))
+
+
+def _shape(node: fx.Node) -> list[int]:
+    return list(node.meta["val"].shape)
 
 
 def _typed(node: fx.Node) -> dict[str, Any]:
@@ -75,7 +80,7 @@ def _typed(node: fx.Node) -> dict[str, Any]:
     return {"dtype": val.dtype, "device": val.device}
 
 
-_FACTORIES = {
+_FACTORIES: dict[Any, Any] = {
     **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.new_empty.default), aten.zeros.default),
     **dict.fromkeys((aten.empty.memory_format, aten.empty_strided.default), aten.zeros.default),
     **dict.fromkeys((aten.empty_permuted.default, aten.new_empty_strided.default), aten.zeros.default),

@@ -13,12 +13,13 @@ from halofx.compiler.emit import Emit, identifier, is_getitem, label_of
 from halofx.compiler.facts import bound_of, is_op
 from halofx.compiler.program import Program
 from halofx.compiler.rules import Operand, bind
+from halofx.passes.infer_gradients import infer_gradients
 from halofx.passes.infer_homes import factor_homes, infer_homes
 from halofx.passes.plan_splits import wide
 
 
 def decompose_split(program: Program) -> None:
-    """Decompose until nothing changes, then infer the homes of the new nodes."""
+    """Decompose until nothing changes, then infer the gradients and homes of the new nodes."""
     changed = False
     for node in list(program.graph.nodes):
         spec = bound_of(node).spec if is_op(node) else None
@@ -28,6 +29,7 @@ def decompose_split(program: Program) -> None:
         for node in program.graph.nodes:
             if is_op(node) and "bound" not in node.meta:
                 node.meta["bound"] = bind(node)
+        infer_gradients(program)
         infer_homes(program)
         decompose_split(program)
 

@@ -27,5 +27,6 @@ def insert_reductions(program: Program) -> None:
             whole = program.graph.call_function(all_reduce, (node, layout.partial, spec.reduce))
         node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
         whole.meta.update(val=node.meta["val"], label=label_of(node), source=node.meta.get("source"))
+        whole.meta["grad"] = node.meta.get("grad", True)
         node.meta["label"] = f"{label_of(node)}.addend"
         set_layout(whole, Layout(layout.split))

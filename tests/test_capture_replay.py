@@ -90,19 +90,20 @@ def fresh(tree: Any, grad: bool) -> tuple[Any, list[Tensor]]:
     return pytree.tree_map_only(Tensor, one, tree), leaves
 
 
-def gradients(output: Any, inputs: list[Tensor], parameters: dict[str, Tensor]) -> list[Tensor | None]:
-    """Gradients of a fixed random combination of all outputs, for the inputs and every parameter."""
+def gradients(output: Any, inputs: list[Tensor], parameters: dict[str, Tensor]) -> list[Tensor]:
+    """Gradients of a fixed random combination of all outputs, for the inputs and every parameter; none is zero."""
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros((), dtype=torch.float64)
     for y in pytree.tree_leaves(output):
-        if isinstance(y, Tensor) and y.requires_grad:
-            total = total + (y * torch.rand(y.shape, generator=generator, dtype=torch.float64)).sum()
+        if isinstance(y, Tensor):
+            weights = torch.rand(y.shape, generator=generator, dtype=torch.float64)
+            total = total + (y * weights).sum() if y.requires_grad else total
     wanted = [t for t in [*inputs, *parameters.values()] if t.requires_grad]
     for t in wanted:
         t.grad = None
     if total.requires_grad:
         total.backward()
-    return [None if t.grad is None else t.grad.clone() for t in wanted]
+    return [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in wanted]
 
 
 def detached(value: Any) -> Any:
