@@ -28,7 +28,7 @@ from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
-from halofx.compiler.redistribution import Redistribution, Table
+from halofx.compiler.redistribution import Redistribution
 
 
 @dataclass
@@ -135,33 +135,12 @@ def _moved(mesh: Mesh, node: fx.Node, back: bool) -> tuple[int, int]:
     source = source_of(node)
     layout, held = layout_of(source), held_extents(source)
     moved_dims = {d for d in (move.have, move.need) if d is not None}
-    pairs, count = _pairs(move, back)
+    pairs, count = move.traffic[2:] if back else move.traffic[:2]
     other = [(n, a) for d, (n, a) in enumerate(zip(held, layout.split, strict=True)) if d not in moved_dims]
     used = {a for _, a in other if a}
     repeat = math.prod(mesh[a] for a in mesh.axes if a != move.axis and a not in used)
     filled = math.prod(sum(1 for b in blocks(n, mesh[a]) if b) for n, a in other if a)
     return pairs * filled * repeat, count * math.prod(n for n, _ in other) * repeat * val(source).element_size()
-
-
-def _pairs(move: Redistribution, back: bool) -> tuple[int, int]:
-    """(pairs of coordinates with a message, elements over the moved dims) of all coordinates."""
-    pairs = elements = 0
-    for me in range(move.parts):
-        table = move.backward(me) if back else move.forward(me)
-        sizes = _sizes(move, me, back)
-        peers: dict[int, int] = {}
-        for transfer in table.sends:
-            count = math.prod(dict(sizes | {d: r.count for d, r in transfer.take}).values())
-            peers[transfer.peer] = peers.get(transfer.peer, 0) + count
-        pairs += sum(1 for n in peers.values() if n)
-        elements += sum(peers.values())
-    return pairs, elements
-
-
-def _sizes(move: Redistribution, me: int, back: bool) -> dict[int, int]:
-    """The extents of the moved dims that coordinate ``me`` holds on the sending end."""
-    table: Table = move.forward(me) if back else move.backward(me)
-    return dict(table.sizes)
 
 
 def summary(program: Program) -> Summary:

@@ -115,8 +115,8 @@ class Functionalizer:
         olds = [old]
         for step in view.steps[:-1]:
             olds.append(self._step(step, olds[-1]))
-        for step, parent in zip(reversed(view.steps), reversed(olds), strict=True):
-            value = self._invert_step(step, parent, value)
+        for step in reversed(view.steps):
+            value = self._invert_step(step, olds.pop(), value)
         return value
 
     def _invert_step(self, step: Step, parent: fx.Node, value: fx.Node) -> fx.Node:

@@ -17,6 +17,7 @@ which all ranks hold the same copy (whole) has the same cotangent on all ranks, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +136,41 @@ class Redistribution:
         return (held,) if self.have == self.dim else (held, (self.dim, self.need_extent))
 
     @cached_property
+    def traffic(self) -> tuple[int, int, int, int]:
+        """(messages, elements) of the forward pass and of the backward pass, over all coordinates; elements count the
+        moved dims only. Grouped by equal reads, so that an all-gather over many ranks is counted once."""
+        groups: dict[Indices, list[int]] = {}
+        for c, read in enumerate(self.reads):
+            groups.setdefault(read, []).append(c)
+        if self.have is None:
+            kept = [(len(cs), sum(r.count for r in read if r.start is not None)) for read, cs in groups.items()]
+            others = self.parts - 1
+            return 0, 0, sum(n for n, size in kept if size) * others, sum(n * size for n, size in kept) * others
+        pairs = elements = 0
+        for read, readers in groups.items():
+            for src, size in self._sources(read).items():
+                receivers = len(readers) - (src in readers)
+                pairs, elements = pairs + receivers, elements + receivers * size
+        return (pairs, elements, 0, 0) if self.need is None else (pairs, elements, pairs, elements)
+
+    def _sources(self, read: Indices) -> dict[int, int]:
+        """Which coordinates hold what ``read`` asks for, and how many elements of the moved dims each gives."""
+        held = blocks(self.have_extent, self.parts)
+        if self.have != self.dim:
+            size = sum(run.count for run in read if run.start is not None)
+            return {c: len(b) * size for c, b in enumerate(held) if len(b) * size}
+        starts, found = [b.start for b in held if b], dict[int, int]()
+        for run in read:
+            if run.start is None:
+                continue
+            ends = sorted((run.start, run.start + (run.count - 1) * run.step))
+            for c in range(bisect_right(starts, ends[0]) - 1, bisect_right(starts, ends[1])):
+                inside = run.within(held[c])
+                if inside is not None:
+                    found[c] = found.get(c, 0) + inside[1].count
+        return found
+
+    @cached_property
     def kind(self) -> str:
         """What the movement amounts to, read off its pieces."""
         if self.have is None:
@@ -143,8 +179,7 @@ class Redistribution:
             return "all_gather" if self.canonical else "broadcast_slice"
         if self.have != self.need:
             return "all_to_all"
-        sends = [(s, t.peer) for s in range(self.parts) for t in self.forward(s).sends]
-        if not sends:
+        if not self.traffic[0]:
             return "local_slice"
         return "halo_exchange" if self._keeps_core() else "exchange"
 

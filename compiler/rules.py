@@ -61,7 +61,7 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
 
-    def with_(self, target: Any = None, **changes: Any) -> Call:
+    def with_(self, /, target: Any = None, **changes: Any) -> Call:
         """The same call with another target or some other arguments; a new target is called with all keywords."""
         if target is None:
             return replace(self, args={**self.args, **changes})

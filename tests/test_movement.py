@@ -204,3 +204,22 @@ def test_moments_merge_exactly_for_uneven_and_empty_parts() -> None:
 
 def test_lengths() -> None:
     assert length((Run(0, 3), Run(None, 2))) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traffic_is_the_sum_of_the_pieces(kind: str) -> None:
+    for seed in range(60):
+        plan, shape = plan_of(kind, Random(f"traffic {kind} {seed}"))
+        for back, (messages, elements) in ((False, plan.traffic[:2]), (True, plan.traffic[2:])):
+            tables = [plan.backward(c) if back else plan.forward(c) for c in range(plan.parts)]
+            sizes = [(plan.forward(c) if back else plan.backward(c)).sizes for c in range(plan.parts)]
+            moved = {d for d in (plan.have, plan.need) if d is not None}
+            sent: dict[tuple[int, int], int] = {}
+            for c, table in enumerate(tables):
+                for t in table.sends:
+                    box = {d: dict(sizes[c]).get(d, shape[d]) for d in moved} | {d: r.count for d, r in t.take}
+                    count = 1
+                    for n in box.values():
+                        count *= n
+                    sent[c, t.peer] = sent.get((c, t.peer), 0) + count
+            assert sum(1 for n in sent.values() if n) == messages and sum(sent.values()) == elements, (kind, seed, plan)

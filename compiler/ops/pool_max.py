@@ -1,9 +1,9 @@
-"""Max pools, their indices, and their inverse.
+r"""Max pools, their indices, and their inverse.
 
     max pool k3 s2 p1, 8 planes over 2 ranks; what stands outside is filled with a plane of the same window
 
     output        0     1     2     3
-                 /|\\   /|\\   /|\\   /|\\
+                 /|\   /|\   /|\   /|\
     input       0 0 1 2 3 4 5 6 7              rank 0 reads 0 0 1 2 3, rank 1 reads 3 4 5 6 7
                 ^ copy of plane 0
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from halofx.compiler.index_map import Indices, Run, runs, span
 from halofx.compiler.interval import Interval
 from halofx.compiler.ops.conv import conv_map, per_dim, spatial
-from halofx.compiler.rules import Call, Local, Sample, Spec, rule
+from halofx.compiler.rules import Call, Local, Operand, Sample, Spec, rule
 
 aten = torch.ops.aten
 POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
@@ -75,6 +75,11 @@ def inside(index: int, dilation: int, extent: int) -> int | None:
     return moved if 0 <= moved < extent else None
 
 
+def dims_of(x: Operand, dims: int) -> str:
+    """``"n c d h w"``, or without ``n`` when the tensor has no batch."""
+    return " ".join(("n", "c", *spatial(dims))[-x.ndim :])
+
+
 def geometry(call: Call, dims: int) -> list[Windows]:
     """The windows of a max pool call, dim by dim."""
     kernel = per_dim(call["kernel_size"], dims)
@@ -99,13 +104,12 @@ def _sample(rng: Random) -> Sample:
     n = rng.choice((1, 2, 3, 3))
     k = [rng.randint(1, 4) for _ in range(n)]
     s, d = ([rng.randint(1, 3) for _ in range(n)] for _ in range(2))
-    p = [rng.randint(0, (d[i] * (k[i] - 1) + 1) // 2) for i in range(n)]
-    p = [v if k[i] > 1 else 0 for i, v in enumerate(p)]
+    p = [rng.randint(0, v // 2) for v in k]
     size = [rng.randint(max(d[i], d[i] * (k[i] - 1) + 1 - 2 * p[i]), 10) for i in range(n)]
     ceil, indices = rng.random() < 0.4, rng.random() < 0.4
     lead = (rng.randint(1, 2), rng.randint(1, 2))[rng.choice((0, 0, 0, 1)) :]
     kinds: list[Any] = [None, _numbers, lambda shape: torch.randint(-4, 4, shape)]
-    make = rng.choice(kinds[: 2 + (not indices)])
+    make = rng.choice(kinds[: 2 + (n > 1 and not indices)])
     label = f"max_pool{n}d k{k} s{s} p{p} d{d} ceil={ceil} indices={indices}"
     function = lambda x: POOLS[n - 1](x, k, s, p, d, ceil_mode=ceil, return_indices=indices)  # noqa: E731
     return Sample(function, ((*lead, *size),), {0: make} if make else {}, label)
@@ -120,9 +124,7 @@ def max_pool(call: Call) -> Spec:
     """y[n, c, o] = max over j of x[n, c, s o - p + d j], and the flat spatial index of the first element that has it"""
     x = next(iter(call.tensors.values()))
     dims = _dims(call)
-    names = spatial(dims)
-    pattern = " ".join(("n c", "c")[x.ndim == dims + 1 :][:1] + names)
-    windows = geometry(call, dims)
+    names, pattern, windows = spatial(dims), dims_of(x, dims), geometry(call, dims)
     return Spec(
         ins={"self": pattern},
         outs=[pattern] * len(call.outs),
@@ -206,8 +208,7 @@ def max_unpool(call: Call) -> Spec:
     """y[n, c, i[n, c, d]] = x[n, c, d], zero elsewhere: any index may point anywhere, so each rank reads all of x and i"""
     x = call["self"]
     dims = 2 if call.target is aten.max_unpool2d.default else 3
-    names = spatial(dims)
-    pattern = " ".join(("n c", "c")[x.ndim == dims + 1 :][:1] + names)
+    names, pattern = spatial(dims), dims_of(x, dims)
     return Spec(
         ins={"self": pattern, "indices": pattern},
         outs=[pattern],
@@ -253,10 +254,10 @@ def windowed_unpool(
 def _fractional_sample(rng: Random) -> Sample:
     n = rng.choice((2, 3))
     out, k = [rng.randint(1, 3) for _ in range(n)], [rng.randint(1, 3) for _ in range(n)]
-    size = [o + f - 1 + rng.randint(0, 4) for o, f in zip(out, k, strict=True)]
+    size = [o + f + rng.randint(0, 4) for o, f in zip(out, k, strict=True)]
     lead = (rng.randint(1, 3), rng.randint(1, 4))
     op = (F.fractional_max_pool2d, F.fractional_max_pool3d)[n - 2]
-    function = lambda x, r: op(x, k, out, return_indices=True, _random_samples=r)  # noqa: E731
+    function = lambda x, r: op(x, k, out, return_indices=True, _random_samples=r.detach())  # noqa: E731
     make = {1: lambda shape: torch.rand(shape, dtype=torch.float64)}
     return Sample(function, ((*lead, *size), (*lead, n)), make, f"fractional_max_pool{n}d k{k} to {out}")
 
