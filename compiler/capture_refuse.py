@@ -51,8 +51,8 @@ def check_autograd(output: Any) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = node._forward_cls.__name__  # type: ignore[attr-defined]
+        name = node._forward_cls.__name__ if isinstance(node, torch.autograd.function.BackwardCFunction) else ""
+        if name and not name.startswith("GeneratedBackwardFor_"):  # torch.library ops stay one node of the graph
             raise CompileError(
                 f"the custom autograd Function {name} has its own backward, which a capture of its forward would lose; "
                 "write it with differentiable torch functions"

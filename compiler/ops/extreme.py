@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from halofx.compiler.functional import replace_value
-from halofx.compiler.ops.reduce import closed, dims_of, kept, names, wide_dtype
+from halofx.compiler.ops.dims import names, pattern
+from halofx.compiler.ops.reduce import dims_of, kept, wide_dtype
 from halofx.compiler.ops.samples import (
     Make,
     booleans,
@@ -76,7 +77,7 @@ def _extreme_spec(call: Call, largest: bool, nan: str) -> Spec:
     dims = dims_of(call.args.get("dim"), x.ndim)
     out = kept(x.ndim, dims, bool(call.args.get("keepdim", False)))
     rewrite = partial(_extreme, largest=largest, nan=nan)
-    return Spec({"self": closed(x.ndim, dims)}, [out], decompose=rewrite, flops=x.numel, saves=("self", "output"))
+    return Spec({"self": pattern(x.ndim, dims)}, [out], decompose=rewrite, flops=x.numel, saves=("self", "output"))
 
 
 @rule(aten.amax.default, samples=partial(_samples, (partial(_over, torch.amax),), True))
@@ -98,7 +99,7 @@ def aminmax(call: Call) -> Spec:
     dims = dims_of(call["dim"], x.ndim)
     out = kept(x.ndim, dims, call["keepdim"])
     return Spec(
-        {"self": closed(x.ndim, dims)}, [out, out], decompose=_aminmax, flops=2 * x.numel, saves=("self", "output")
+        {"self": pattern(x.ndim, dims)}, [out, out], decompose=_aminmax, flops=2 * x.numel, saves=("self", "output")
     )
 
 
@@ -125,7 +126,7 @@ def _max_or_min(call: Call, largest: bool) -> Spec:
     dims = dims_of(call["dim"], x.ndim)
     out = kept(x.ndim, dims, call["keepdim"])
     rewrite = partial(_value_and_index, largest=largest)
-    return Spec({"self": closed(x.ndim, dims)}, [out, out], decompose=rewrite, flops=x.numel, saves=("output",))
+    return Spec({"self": pattern(x.ndim, dims)}, [out, out], decompose=rewrite, flops=x.numel, saves=("output",))
 
 
 @rule(
@@ -137,7 +138,7 @@ def argmax(call: Call) -> Spec:
     x = call["self"]
     dims = dims_of(call["dim"], x.ndim)
     rewrite = partial(_first_index, largest=call.target is aten.argmax.default)
-    return Spec({"self": closed(x.ndim, dims)}, [kept(x.ndim, dims, call["keepdim"])], decompose=rewrite, flops=x.numel)
+    return Spec({"self": pattern(x.ndim, dims)}, [kept(x.ndim, dims, call["keepdim"])], decompose=rewrite, flops=x.numel)
 
 
 # what they become over split dims
@@ -234,9 +235,9 @@ def settle(
 @rule(settle)
 def _settle(call: Call) -> Spec:
     x = call["value"]
-    pattern = kept(x.ndim, call["dims"], True)
+    ones = kept(x.ndim, call["dims"], True)
     out = kept(x.ndim, call["dims"], call["keepdim"])
-    return Spec({"value": pattern, "shares": f". {pattern}"}, [out], flops=x.numel)
+    return Spec({"value": ones, "shares": f". {ones}"}, [out], flops=x.numel)
 
 
 def place(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from halofx.compiler.ops.dims import names, pattern, wrap_all
 from halofx.compiler.ops.samples import Make, booleans, integers, random_dim, random_dims, random_shape, tied_with_nan
 from halofx.compiler.rules import Call, Local, Operand, Sample, Spec, rule
 
@@ -37,21 +38,7 @@ def dims_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
         return ()
     if dim is None or (not isinstance(dim, int) and not dim):
         return tuple(range(ndim))
-    return tuple(sorted({d % ndim for d in ((dim,) if isinstance(dim, int) else dim)}))
-
-
-def names(ndim: int) -> list[str]:
-    """Factor names of a tensor: ``["d0", "d1", ...]``."""
-    return [f"d{i}" for i in range(ndim)]
-
-
-def closed(ndim: int, dims: Sequence[int]) -> str:
-    """A pattern in which the op must see ``dims`` whole.
-
-    >>> closed(3, (1,))
-    'd0 [d1] d2'
-    """
-    return " ".join(f"[{n}]" if i in dims else n for i, n in enumerate(names(ndim)))
+    return tuple(sorted(set(wrap_all(dim, ndim))))
 
 
 def kept(ndim: int, dims: Sequence[int], keepdim: bool) -> str:
@@ -163,7 +150,7 @@ def nanmean(call: Call) -> Spec:
     x = call["self"]
     dims = dims_of(call["dim"], x.ndim)
     out = kept(x.ndim, dims, call["keepdim"])
-    return Spec({"self": closed(x.ndim, dims)}, [out], decompose=_nanmean, flops=2 * x.numel, saves=("self",))
+    return Spec({"self": pattern(x.ndim, dims)}, [out], decompose=_nanmean, flops=2 * x.numel, saves=("self",))
 
 
 def _nanmean(call: Call, emit: Emit) -> Operand:
@@ -213,4 +200,4 @@ def prod(call: Call) -> Spec:
     x = call["self"]
     dims = dims_of(call.args.get("dim"), x.ndim)
     out = kept(x.ndim, dims, bool(call.args.get("keepdim", False)))
-    return Spec({"self": closed(x.ndim, dims)}, [out], flops=x.numel, saves=("self", "output"))
+    return Spec({"self": pattern(x.ndim, dims)}, [out], flops=x.numel, saves=("self", "output"))
