@@ -84,6 +84,13 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "__name__", target)).strip("_")
 
 
+def full_name(target: Any) -> str:
+    """The name under which the op table knows an op: ``aten.conv3d.default``, ``halofx.compiler.functional.batch_norm_train``."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node picks one output of another."""
     return node.op == "call_function" and node.target is operator.getitem

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from halofx.compiler.emit import is_getitem
+from halofx.compiler.emit import is_getitem, operand_nodes
 from halofx.compiler.layout import Layout
 from halofx.compiler.primitives import COLLECTIVES, redistribute
 from halofx.compiler.redistribution import Redistribution
@@ -95,6 +95,17 @@ def layout_of(node: fx.Node) -> Layout:
 def set_layout(node: fx.Node, *layouts: Layout) -> None:
     """Set the layouts of a node's outputs."""
     node.meta["layout"] = layouts
+
+
+def attached_operands(node: fx.Node) -> dict[str, fx.Node]:
+    """The operands of an op into which it may send a cotangent, by key."""
+    spec = bound_of(node).spec
+    detached = spec.detached if spec is not None else ()
+    return {
+        key: source
+        for key, source in operand_nodes(node).items()
+        if key.partition(".")[0] not in detached and differentiable(source)
+    }
 
 
 def differentiable(node: fx.Node) -> bool:

@@ -69,7 +69,7 @@ class Functionalizer:
             node = self.views[node].parent
         value = self.values[node][1]
         for view in reversed(chain):
-            value = self._derive(self.views[view], value)
+            value = self._derive(self.views[view], value, self.values.get(view))
             self.values[view] = (self._version(view), value)
         return value
 
@@ -100,9 +100,13 @@ class Functionalizer:
         known = self.values.get(node)
         return known is not None and (node not in self.views or known[0] == self._version(node))
 
-    def _derive(self, view: View, value: fx.Node) -> fx.Node:
+    def _derive(self, view: View, value: fx.Node, last: tuple[int, fx.Node] | None = None) -> fx.Node:
+        """The view of a value. A detached view has a history of its own: it keeps that of its ``last`` value."""
         for step in view.steps:
-            value = self._step(step, value)
+            if step is DETACH and last is not None and self._grad[last[1]]:
+                value = self.emit(functional.replace_value, (last[1], value))
+            else:
+                value = self._step(step, value)
         return value
 
     def _step(self, step: Step, value: fx.Node) -> fx.Node:
@@ -121,7 +125,9 @@ class Functionalizer:
 
     def _invert_step(self, step: Step, parent: fx.Node, value: fx.Node) -> fx.Node:
         if step is DETACH:
-            return self.emit(functional.replace_value, (parent, value)) if self._grad[parent] else value
+            if self._grad[parent]:
+                return self.emit(functional.replace_value, (parent, value))
+            return self._step(DETACH, value)
         found = inverse(step, parent.meta["val"], value.meta["val"])
         if found is None:
             raise CompileError(

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from halofx.compiler import random_functions as functions
-from halofx.compiler.emit import Emit, after, label_of, name_of
-from halofx.compiler.rules import Call, Operand
+from halofx.compiler.emit import Emit, label_of, name_of, operands, positional
+from halofx.compiler.rules import Call, Operand, bind_arguments
 
 aten = torch.ops.aten
 
@@ -73,14 +73,7 @@ class Draws:
             made = node.graph.call_function(target, (rng, tensors))  # type: ignore[arg-type]
         made.meta.update(node.meta)
         self.op += 1
-        return _operands(made)
-
-
-def _operands(node: fx.Node) -> Operand | tuple[Operand, ...]:
-    from halofx.compiler.emit import operands
-
-    found: Operand | tuple[Operand, ...] = operands(node)
-    return found
+        return operands(made)  # type: ignore[no-any-return]
 
 
 Handler = Callable[[Call, Draws], "Operand | tuple[Operand, ...] | None"]
@@ -88,11 +81,6 @@ Handler = Callable[[Call, Draws], "Operand | tuple[Operand, ...] | None"]
 
 
 # -- dropout
-
-
-def _dropout(call: Call, draws: Draws) -> Operand:
-    x, p = call["input"], call["p"]
-    return draws.emit(functions.dropout, x, _mask(x, p, draws), p) if call["train"] and p else x  # type: ignore[no-any-return]
 
 
 def _mask(x: Operand, p: float, draws: Draws, whole_channels: bool = False) -> Operand:
@@ -218,7 +206,7 @@ _SEEDING = threading.Lock()
 """Held while the global generator is seeded for one op: threads share it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OwnWay:
     """A random op that runs whole on every rank, its generator seeded alike; takes ``(rng, tensors)``."""
 
@@ -232,16 +220,16 @@ class OwnWay:
     def __name__(self) -> str:
         return name_of(self.target)
 
-    __module__ = __name__  # type: ignore[assignment]
-
     def __call__(self, rng: Tensor, tensors: Sequence[Tensor]) -> Any:
         given = iter(tensors)
         leaves = [next(given) if hole else leaf for leaf, hole in zip(self.plain, self.holes, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
         seed = int(functions.key_of(rng, self.op)) & (2**63 - 1)
         device = tensors[0].device
-        if any(a.name == "generator" for a in self.target._schema.arguments):
-            return self.target(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(seed)})
+        bound = bind_arguments(self.target, args, kwargs)
+        if "generator" in bound:
+            args, kwargs = positional(self.target, bound | {"generator": torch.Generator(device).manual_seed(seed)})
+            return self.target(*args, **kwargs)
         with _SEEDING, torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             return self.target(*args, **kwargs)
@@ -278,7 +266,7 @@ def _table() -> dict[Any, Handler]:
     }  # fmt: skip
     for name, handler in by_name.items():
         packet = getattr(aten, name)
-        for overload in map(packet.__getattr__, packet.overloads()):
+        for overload in (getattr(packet, name) for name in packet.overloads()):
             if not overload._schema.is_mutable:
                 found[overload] = handler
     return found

@@ -108,6 +108,7 @@ class Spec:
     (`halofx.compiler.primitives.REDUCTIONS`), None when a split is not possible. ``local`` gives the call that one rank makes
     (by default the same call). ``decompose`` rewrites the call into other ops when a dim that it must see whole is split.
     ``flops`` counts floating-point operations of the whole call, ``saves`` what autograd keeps (argument names, ``"output"``).
+    ``detached`` names arguments into which no cotangent flows, because they lend only a shape, a dtype or fixed values.
     """
 
     ins: Mapping[str, str | Sequence[str]]
@@ -119,6 +120,7 @@ class Spec:
     decompose: Callable[[Call, Emit], Any] | None = None
     flops: int | None = None
     saves: tuple[str, ...] = ()
+    detached: tuple[str, ...] = ()
 
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:

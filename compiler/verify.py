@@ -6,10 +6,10 @@ from torch import fx
 
 from halofx.compiler.emit import label_of, operand_nodes
 from halofx.compiler.facts import (
+    attached_operands,
     axes_of,
     bound_of,
     calls,
-    differentiable,
     is_op,
     is_tensor,
     layout_of,
@@ -71,7 +71,7 @@ def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) ->
 def _marked(node: fx.Node, key: str, source: fx.Node) -> None:
     """A value that is the same on all ranks of an axis meets shards of that axis only through `vary`."""
     missing = set(node.meta["split"].values()) - layout_of(source).axes
-    if not missing or not differentiable(source):
+    if not missing or key not in attached_operands(node):
         return
     found: set[str] = set()
     while source.op == "call_function" and not is_op(source):

@@ -51,7 +51,9 @@ def _replace(node: fx.Node) -> bool:
     label, results = label_of(node), result if isinstance(result, tuple) else (result,)
     if is_getitem_only(node):
         for user in list(node.users):
-            _take_over(user, results[user.args[1]])  # type: ignore[index]
+            by: Operand = results[user.args[1]]  # type: ignore[index]
+            by.node.meta["label"] = label_of(user)  # type: ignore[union-attr]
+            _take_over(user, by)
     else:
         _take_over(node, results[0])
         results[0].node.meta["label"] = label

@@ -9,6 +9,8 @@ A level that leaves its split keeps its homes, so that what follows is split aga
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import fx
 
@@ -27,16 +29,19 @@ def infer_homes(program: Program) -> None:
 
 
 def factor_homes(node: fx.Node) -> dict[str, str]:
-    """The axis at home on each factor of an op: the largest operand decides, an axis is given out once."""
+    """The axis at home on each factor of an op: the largest operand decides, an axis is given out once.
+
+    Dims of the output go first: an axis on a dim that is summed away would leave all that follows whole.
+    """
     bound, found = bound_of(node), dict[str, str]()
     nodes = operand_nodes(node)
     tensors = sorted(bound.call.tensors.items(), key=lambda item: -item[1].numel)
-    for key, _ in tensors:
+    for stays, (key, _) in product((True, False), tensors):
         pattern = bound.spec.patterns.get(key, ()) if bound.spec else ()
         for token, axis in zip(pattern, homes_of(nodes[key]), strict=False):
-            name = token.strip("[]")
-            if axis and name in bound.factors and name not in found and axis not in found.values():
-                found[name] = axis
+            factor = bound.factors.get(token.strip("[]"))
+            if axis and factor and factor.reduces != stays and factor.name not in found and axis not in found.values():
+                found[factor.name] = axis
     return found
 
 

@@ -7,7 +7,7 @@ after     enc.conv: ... bound = (call, spec with factors n, o, d, h, w, i)      
 from __future__ import annotations
 
 import halofx.compiler.ops  # noqa: F401  (fills the table)
-from halofx.compiler.emit import name_of
+from halofx.compiler.emit import full_name
 from halofx.compiler.errors import CompileError, at
 from halofx.compiler.facts import is_op
 from halofx.compiler.program import Program
@@ -22,12 +22,12 @@ def infer_rules(program: Program) -> None:
             continue
         node.meta["bound"] = bind(node)
         if find_rule(node.target) is None:
-            unknown.setdefault(str(node.target), []).append(f"{node.meta['label']}{at(node.meta.get('source'))}")
+            unknown.setdefault(full_name(node.target), []).append(f"{node.meta['label']}{at(node.meta.get('source'))}")
     for target, places in unknown.items():
         if program.options.get("strict"):
             raise CompileError(
                 f"no rule for op {target}, used by {places[0]}; add an entry to compiler/ops/ or register one with "
-                f"@halofx.rule({name_of(target)}), or compile without strict=True to run it whole on every rank"
+                f"@halofx.rule({target}), or compile without strict=True to run it whole on every rank"
             )
         program.notes.append(
             f"no rule for op {target}: its inputs are gathered and it runs whole on every rank, in {', '.join(places)}"

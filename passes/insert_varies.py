@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from halofx.compiler.emit import label_of, operand_nodes, set_operands
-from halofx.compiler.facts import differentiable, is_op, layout_of, set_layout
+from halofx.compiler.emit import label_of, set_operands
+from halofx.compiler.facts import attached_operands, is_op, layout_of, set_layout
 from halofx.compiler.primitives import vary
 from halofx.compiler.program import Program
 
@@ -22,9 +22,9 @@ def insert_varies(program: Program) -> None:
         if not is_op(node) or not node.meta.get("split"):
             continue
         axes, changes = set(node.meta["split"].values()), dict[str, fx.Node]()
-        for key, source in operand_nodes(node).items():
+        for key, source in attached_operands(node).items():
             missing = tuple(a for a in program.mesh.axes if a in axes - layout_of(source).axes)
-            if missing and differentiable(source):
+            if missing:
                 if (source, missing) not in made:
                     made[source, missing] = _vary(program, source, missing)
                 changes[key] = made[source, missing]

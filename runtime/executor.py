@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from halofx.compiler.emit import label_of, operand_nodes, positional
-from halofx.compiler.facts import axes_of, calls, is_op, source_of, sources_of
+from halofx.compiler.facts import attached_operands, axes_of, calls, is_op, source_of, sources_of
 from halofx.compiler.localize import local_call, local_view
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
@@ -89,7 +89,7 @@ class Binder:
         shapes = [local.shape(i) for i in range(len(local.call.outs))]
         if not all(0 in shape for shape in shapes):
             return False
-        tensors = [self.env[n] for n in operand_nodes(node).values()]
+        tensors = [self.env[n] for n in attached_operands(node).values()]
         dtypes = [o.dtype for o in local.call.outs]
         single = isinstance(node.meta["val"], torch.Tensor)
         args: Any = (tuple(shapes), tuple(dtypes), single, self.device, *tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,8 @@ class Instances:
         self.outputs: list[
             tuple[Layout, tuple[int, ...], tuple[int, ...]]
         ] = []  # layout, global, local of the last call
-        self.step = 0
+        self.step = 0  # the highest number of a call that drew random numbers, in any world
+        self.steps = weakref.WeakKeyDictionary[Comm, int]()  # that of each rank: in threads they share this object
 
     # building
 
@@ -196,7 +198,7 @@ class Instances:
         state = self._state(program)
         leaves = tree_flatten((request.args, dict(request.kwargs), request.targets))[0]
         tensors = [v for v in leaves if isinstance(v, Tensor)]
-        outs, updates = module(*state, *tensors, *self._rng(instance))
+        outs, updates = module(*state, *tensors, *self._rng(comm, instance))
         self._assign(program, updates)
         return self._result(program, outs)
 
@@ -303,12 +305,16 @@ class Instances:
             tensors |= {f"loss.{name}": value for name, value in named}
         return [tensors[n.meta["state"]] for n in program.placeholders("state")]
 
-    def _rng(self, instance: Instance) -> list[Tensor]:
+    def _rng(self, comm: Comm, instance: Instance) -> list[Tensor]:
         """The number that all random draws of this call depend on: the seed and the count of calls that drew."""
         if not instance.random:
             return []
-        self.step += 1
-        return [torch.tensor((int(self.options.get("seed", 0)) << 32) + self.step)]
+        if comm not in self.steps:  # ranks of a world begin together, after all that came before
+            before = [int(b) for b in comm.all_gather_bytes(str(self.step).encode(), "the count of random steps")]
+            self.steps[comm] = max(before)
+        self.steps[comm] += 1
+        self.step = max(self.step, self.steps[comm])
+        return [torch.tensor((int(self.options.get("seed", 0)) << 32) + self.steps[comm])]
 
     @torch.no_grad()
     def _assign(self, program: Program, updates: Sequence[Tensor]) -> None:

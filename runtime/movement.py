@@ -256,11 +256,13 @@ def merge_moments(rows: Tensor) -> Tensor:
     """(count, mean, M2) of a union from those of its parts: [R, 3, ...] -> [3, ...].
 
     Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983: exact for any counts, no cancellation.
+    Means are taken relative to that of the largest part, so that parts of one constant have exactly that mean, and M2 = 0.
     """
     count, mean, m2 = rows.unbind(1)
     total = count.sum(0)
     share = count / total.clamp(min=1)
-    merged = (share * mean).sum(0)
+    near = mean.gather(0, count.argmax(0, keepdim=True)).detach()
+    merged = near[0] + (share * (mean - near)).sum(0)
     return torch.stack([total, merged, (m2 + count * (mean - merged) ** 2).sum(0)])
 
 

@@ -1,5 +1,7 @@
-"""The op table's entries, one small file a family of ops. Importing this package fills the table."""
+"""The op table's entries, one small file a family of ops. Importing this package imports every file in it, which fills the table."""
 
-from halofx.compiler.ops import conv, convert, extreme, permute, pointwise, pool_average, pool_max, reduce, shape
+import importlib
+import pkgutil
 
-__all__ = ["conv", "convert", "extreme", "permute", "pointwise", "pool_average", "pool_max", "reduce", "shape"]
+for _module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+    importlib.import_module(f"{__name__}.{_module}")

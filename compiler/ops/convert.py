@@ -42,9 +42,10 @@ _COPIES = (
 )  # fmt: skip
 def copy(call: Call) -> Spec:
     """y[d] = x[d]"""
-    x = call["self"]
+    x, detaches = call["self"], call.target in (aten.detach.default, aten.detach_copy.default)
     dims = " ".join(names(x.ndim))
-    return Spec(ins={"self": dims}, outs=[dims], flops=0 if x.dtype == call.outs[0].dtype else x.numel)
+    flops = 0 if x.dtype == call.outs[0].dtype else x.numel
+    return Spec(ins={"self": dims}, outs=[dims], flops=flops, detached=("self",) if detaches else ())
 
 
 def _alike_samples(rng: Random) -> Sample:
@@ -59,7 +60,8 @@ def convert_like(call: Call) -> Spec:
     x, other = call["self"], call["other"]
     dims = " ".join(names(x.ndim))
     closed = " ".join(f"[o{i}]" for i in range(other.ndim))
-    return Spec(ins={"self": dims, "other": closed}, outs=[dims], decompose=_convert_alone, flops=x.numel)
+    ins = {"self": dims, "other": closed}
+    return Spec(ins, [dims], decompose=_convert_alone, flops=x.numel, detached=("other",))
 
 
 def _convert_alone(call: Call, emit: Emit) -> Operand:
@@ -111,7 +113,7 @@ _LIKE = (
 def made_like(call: Call) -> Spec:
     """y[d] = a constant"""
     dims = " ".join(names(call["self"].ndim))
-    return Spec(ins={"self": dims}, outs=[dims], flops=0)
+    return Spec(ins={"self": dims}, outs=[dims], flops=0, detached=("self",))
 
 
 def _new_samples(rng: Random) -> Sample:
@@ -140,6 +142,7 @@ def new(call: Call) -> Spec:
         local=lambda local: local.call.with_(size=list(local.shape())),
         decompose=_of_a_corner,
         flops=0,
+        detached=("self",),
     )
 
 

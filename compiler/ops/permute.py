@@ -155,6 +155,7 @@ def expand(call: Call) -> Spec:
         local=_expand_here,
         decompose=_expand_alone if others else None,
         flops=0,
+        detached=("other",),
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from random import Random
 
 import torch
@@ -33,24 +33,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The windows of one dim of an average pool: ``s*o - p .. s*o - p + k - 1`` for the outputs ``out``."""
+    """The windows of one dim of an average pool: ``s*o - p .. s*o - p + k - 1`` for the outputs ``first:last``."""
 
     kernel: int
     stride: int
     padding: int
     extent: int
-    out: Interval
+    first: int
+    last: int
     include_pad: bool
 
     def is_full(self) -> bool:
         """Whether every window divides by the whole kernel."""
         reach = self.padding if self.include_pad else 0
-        first, last = self.stride * self.out.start - self.padding, self.stride * (self.out.stop - 1) - self.padding
+        first, last = (self.stride * o - self.padding for o in (self.first, self.last - 1))
         return first >= -reach and last + self.kernel <= self.extent + reach
 
     def sizes(self, device: torch.device) -> Tensor:
-        """How many elements of this dim each window counts [len(out)]."""
-        start = torch.arange(self.out.start, self.out.stop, device=device) * self.stride - self.padding
+        """How many elements of this dim each window counts [last - first]."""
+        start = torch.arange(self.first, self.last, device=device) * self.stride - self.padding
         stop = (start + self.kernel).clamp(max=self.extent + self.padding)
         return stop - start if self.include_pad else stop.clamp(max=self.extent) - start.clamp(min=0)
 
@@ -59,13 +60,14 @@ def _sample(rng: Random) -> Sample:
     n = rng.choice((1, 2, 3, 3))
     k, s = ([rng.randint(1, hi) for _ in range(n)] for hi in (4, 3))
     p = [rng.randint(0, v // 2) for v in k]
-    size = [rng.randint(max(1, k[i] - 2 * p[i]), 10) for i in range(n)]
+    size = [rng.randint(k[i] if n == 3 else max(1, k[i] - 2 * p[i]), 10) for i in range(n)]
     ceil, include = rng.random() < 0.4, rng.random() < 0.5
     divisor = (rng.choice([rng.randint(1, 9), None, None, None]),) if n > 1 else ()
     lead = (rng.randint(1, 2), rng.randint(1, 2))[rng.choice((0, 0, 0, 1)) :]
     op = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[n - 1]
     label = f"avg_pool{n}d k{k} s{s} p{p} ceil={ceil} include={include} {divisor}"
-    return Sample(lambda x: op(x, k, s, p, ceil, include, *divisor), ((*lead, *size),), label=label)
+    make = {0: lambda shape: torch.randint(-99, 99, shape)} if rng.random() < 0.1 else {}
+    return Sample(lambda x: op(x, k, s, p, ceil, include, *divisor), ((*lead, *size),), make, label)
 
 
 @rule(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, samples=_sample)
@@ -94,7 +96,7 @@ def geometry(call: Call, outs: Sequence[Interval]) -> list[Window]:
     stride, padding = per_dim(call["stride"] or kernel, dims), per_dim(call["padding"], dims)
     extents = call["self"].shape[-dims:]
     numbers = zip(kernel, stride, padding, extents, outs, strict=True)
-    return [Window(*row, call["count_include_pad"]) for row in numbers]
+    return [Window(*row, out.start, out.stop, call["count_include_pad"]) for *row, out in numbers]
 
 
 def _local(local: Local) -> Call:
@@ -106,20 +108,23 @@ def _local(local: Local) -> Call:
     full = all(w.is_full() for cut, w in zip(split, windows, strict=True) if cut)
     if full or call.args.get("divisor_override") is not None:
         return call.with_(padding=padding)
-    arguments = {"padding": padding, "ceil_mode": call["ceil_mode"], "windows": windows}
+    arguments = {"padding": padding, "ceil_mode": call["ceil_mode"], "windows": [astuple(w) for w in windows]}
     return call.with_(target=counted_avg_pool, input=call["self"], **arguments)
 
 
-def counted_avg_pool(input: Tensor, padding: Sequence[int], ceil_mode: bool, windows: Sequence[Window]) -> Tensor:
-    """An average pool [.., o] of a piece of a tensor whose windows count elements by their global position."""
+def counted_avg_pool(
+    input: Tensor, padding: Sequence[int], ceil_mode: bool, windows: Sequence[tuple[int, int, int, int, int, int, bool]]
+) -> Tensor:
+    """An average pool [.., o] of a piece of a tensor, ``windows`` the fields of a `Window` a dim, global positions."""
+    dims = [Window(*w) for w in windows]
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # a sum would round, or overflow
-    kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
-    if len(windows) == 1:
+    kernel, stride = [w.kernel for w in dims], [w.stride for w in dims]
+    if len(dims) == 1:
         total = F.avg_pool2d(x.unsqueeze(-1), (*kernel, 1), (*stride, 1), (*padding, 0), ceil_mode, True, 1).squeeze(-1)
     else:
-        op = F.avg_pool2d if len(windows) == 2 else F.avg_pool3d
+        op = F.avg_pool2d if len(dims) == 2 else F.avg_pool3d
         total = op(x, kernel, stride, padding, ceil_mode, True, 1)
     count = torch.ones((), dtype=torch.int64, device=x.device)
-    for w in windows:
+    for w in dims:
         count = count.unsqueeze(-1) * w.sizes(x.device)
     return (total / count if total.is_floating_point() else total.div(count, rounding_mode="trunc")).to(input.dtype)

@@ -95,6 +95,7 @@ def reshape_spec(call: Call) -> Spec | None:
         local=_reshaped,
         decompose=_without_other if others else None,
         flops=0,
+        detached=("other",),
     )
 
 

@@ -1,0 +1,48 @@
+"""One training step of a net under a real launcher, compared with one device: ``torchrun ... -m tests.net_worker depth=2``."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+
+import halofx
+from halofx.cli import parse_mesh
+from tests.models import TinyUNet, relative
+
+
+def work(mesh: halofx.Mesh) -> float:
+    """The largest relative error of output and gradients on this rank."""
+    torch.manual_seed(0)
+    model = TinyUNet().double()
+    x = torch.randn(2, 1, 9, 8, 7, dtype=torch.float64)
+    one = copy.deepcopy(model)
+    expected = one(x)
+    expected.square().sum().backward()
+    net = halofx.compile(model, mesh, inputs=[x.shape])
+    errors = []
+    for _ in range(2):  # twice: messages of the second step must not meet those of the first
+        net.zero_grad()
+        y = net(net.shard(x))
+        y.square().sum().backward()
+        errors.append(relative(net.gather(y.detach(), like=y), expected))
+        for p, q in zip(model.parameters(), one.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and q.grad.abs().max() > 0
+            errors.append(relative(p.grad, q.grad))
+    return max(errors)
+
+
+def rank_work(rank: int) -> float:
+    """For ``halofx.launch(rank_work, 2, backend="processes")``."""
+    return work(halofx.Mesh(depth=2))
+
+
+if __name__ == "__main__":
+    comm = halofx.init(timeout=60)
+    error = work(parse_mesh(sys.argv[1]))
+    print(
+        f"rank {comm.rank} of {comm.size} over {comm.name}: error {error:.1e} {'EXACT' if error < 1e-10 else 'WRONG'}",
+        flush=True,
+    )
+    halofx.finalize()
