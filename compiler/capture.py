@@ -189,6 +189,10 @@ def _call(model: nn.Module, loss: Callable[..., Any] | None, calls: tuple[Any, .
         raise
     except Exception as error:
         where = at(str(places.of_error(error)))
+        if "Current active mode" in str(error):
+            raise CompileError(
+                f"torch.cond and other ops that take functions cannot be captured{where}; write it with torch.where"
+            ) from error
         raise CompileError(
             f"the forward fails{where} with {type(error).__name__}: {error}; run the model once on one device with "
             "inputs of these shapes to see it fail alone"

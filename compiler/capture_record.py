@@ -116,8 +116,8 @@ class Recorder(ProxyTorchDispatchMode):
             return out  # a question about shapes or types, or a profiler mark
         node = self.graph.create_node("call_function", func, node_args, node_kwargs)
         node.meta.update(place=place, grad=torch.is_grad_enabled())
-        self._own(out, tensors)
         self._bind(out, node)
+        self._own(out, tensors)
         return out
 
     def _compute(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any, place: Place) -> Any:
@@ -235,6 +235,8 @@ class Recorder(ProxyTorchDispatchMode):
                 f"the forward turns autocast on or off around {func}{at(str(place))}; put the autocast around the call "
                 "of the compiled net instead"
             )
+        if kwargs.get("generator") is not None:
+            raise CompileError(f"{func} draws from a generator of its own{at(str(place))}; leave generator= out")
         for tensor in written(func, args, kwargs):
             if not is_fake(tensor) and storage_of(tensor) not in self._owned:
                 raise CompileError(
@@ -267,7 +269,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         remedy = _FORBIDDEN.get(func)
         if remedy is not None:
-            name = "assignment to .data" if func is _SET_DATA else f"{func.__name__}()"
+            name = "assignment to .data" if func == _SET_DATA else f"{func.__name__}()"
             raise CompileError(f"the forward uses {name}{at(str(self.places.here()))}; {remedy}")
         if func not in _TO_PYTHON:
             return func(*args, **(kwargs or {}))
@@ -312,6 +314,6 @@ def _geometry(t: Tensor) -> tuple[Any, ...]:
 
 def _data_dependent(func: Any, place: Place) -> str:
     return (
-        f"the forward depends on values of its input: {getattr(func, '__name__', func)} needs numbers where only "
-        f"shapes are known{at(str(place))}; branch on shapes instead, or use torch.where or a mask of fixed size"
+        f"the forward needs the value of a tensor where only its shape is known, for {getattr(func, '__name__', func)}"
+        f"{at(str(place))}; branch on shapes instead, or use torch.where or a mask of fixed size"
     )

@@ -48,6 +48,20 @@ def instance_norm_train(
     return F.instance_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
 
+def no_gradient(value: Tensor, input: Tensor) -> Tensor:
+    """``value``, said to be computed from ``input`` with a gradient of zero: a random number, ``0 * input`` with NaN in it.
+
+    ``input`` broadcasts to ``value`` and its numbers do not matter.
+
+    >>> x = torch.tensor([float("nan")], requires_grad=True)
+    >>> no_gradient(torch.tensor([3.0]), x).sum().backward()
+    >>> x.grad
+    tensor([0.])
+    """
+    never = torch.zeros((), dtype=torch.bool, device=input.device)
+    return torch.where(never, input.to(value.dtype), value)
+
+
 def replace_value(old: Tensor, new: Tensor) -> Tensor:
     """The values of ``new`` with the gradient of ``old``: what a write under ``torch.no_grad`` leaves behind.
 

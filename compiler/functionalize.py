@@ -251,6 +251,8 @@ class Functionalizer:
     def _is_identity(self, parent: fx.Node, node: fx.Node) -> bool:
         """Whether a result is its input, as of dropout in eval mode: same memory, same place in it, same type."""
         a, b = parent.meta["val"], node.meta["val"]
+        if node.target in (aten._conj.default, aten.conj.default, aten._neg_view.default):
+            return False  # the same memory read with other signs
         return bool(a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype)
 
     # -- ops that write

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from halofx.compiler.functional import no_gradient
+
 Place = Sequence[tuple[int, int]]
 """For every dim where this rank's part begins, and the global extent."""
 
@@ -189,12 +191,6 @@ def bernoulli(input: Tensor, rng: Tensor, op: int, place: Place | None = None) -
         u = draw_like(input, rng, op, "uniform", 0.0, 1.0, torch.float64, place)
         drawn = (u < input).to(input.dtype)
     return no_gradient(drawn, input)
-
-
-def no_gradient(value: Tensor, input: Tensor) -> Tensor:
-    """``value``, computed from ``input`` with a gradient of zero (rather than none)."""
-    never = torch.zeros((), dtype=torch.bool, device=input.device)
-    return torch.where(never, input.to(value.dtype), value)
 
 
 # -- what the numbers are for

@@ -3,6 +3,7 @@
 net = halofx.compile(model, halofx.Mesh(data=2, depth=4))      # then torchrun --nproc-per-node 8 train.py
 """
 
+from halofx import zoo
 from halofx.api import compile
 from halofx.compiler.errors import CompileError, HalofxError, MeshError, RankError
 from halofx.compiler.mesh import Mesh
@@ -25,4 +26,5 @@ __all__ = [
     "init",
     "launch",
     "rule",
+    "zoo",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 import halofx
 from halofx import zoo
 from halofx.compiler.errors import CompileError, HalofxError, MeshError
+from halofx.compiler.table import op_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -54,6 +55,12 @@ def show(
         print()
         print(net.summary())
         print(f"compiled for {net.mesh.size} ranks in {seconds:.1f} s")
+
+
+@app.command()
+def ops() -> None:
+    """Print the op table as Markdown: every op that halofx splits, and the rule of each."""
+    print(op_table(), end="")
 
 
 class _one_line_errors:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from halofx.compiler.functional import no_gradient
 from halofx.compiler.ops.dims import names, wrap_all
 from halofx.compiler.ops.samples import random_shape
 from halofx.compiler.rules import Call, Local, Operand, Sample, Spec, rule
@@ -175,9 +176,9 @@ def _added(call: Call, emit: Emit, product_of: Callable[[Call, Emit], Operand], 
     total = product_of(call, emit)
     if call.args.get("alpha", 1) != 1:
         total = emit(aten.mul.Tensor, total, call["alpha"])
-    if call.args.get("beta", 1) == 0 or call[name] is None:
-        return total
     input = call[name]
+    if call.args.get("beta", 1) == 0:
+        return emit(no_gradient, total, input)
     if call.args.get("beta", 1) != 1:
         input = emit(aten.mul.Tensor, input, call["beta"])
     return emit(aten.add.Tensor, total, input)
