@@ -29,15 +29,15 @@ from halofx.compiler.capture_labels import rebuild as renamed
 from halofx.compiler.capture_places import Places, run
 from halofx.compiler.capture_record import Recorder, Watch, fake_like
 from halofx.compiler.capture_refuse import check_assigned, check_autograd, check_changes, check_model, check_tensor
-from halofx.compiler.capture_state import Changes, lend, module_paths, plain_world, roots_of, state_of
+from halofx.compiler.capture_state import Changes, lend, module_paths, plain_world, roots_of, sharing, state_of
 from halofx.compiler.capture_trees import Path, flatten, rebuild
 from halofx.compiler.errors import CompileError, at
 from halofx.compiler.functionalize import Functionalizer
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
 
-_LOCK = threading.Lock()
-"""One capture at a time: the model's parameters are swapped, and dispatch modes are global."""
+_LOCK = threading.RLock()
+"""One capture at a time: the model's parameters are swapped, and some of torch's modes are global."""
 
 
 def capture(
@@ -124,6 +124,7 @@ class _Recording:
     placeholders: list[tuple[str, fx.Node]]
     output: Any
     changes: Changes
+    sharing: set[str]  # state keys whose tensors share memory
 
 
 def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) -> _Recording:
@@ -144,7 +145,7 @@ def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) 
         with _watched(recorder, places):
             output = _call(model, loss, inputs.calls(fakes[len(state) :]), places)
         check_autograd(output)
-    return _Recording(recorder, placeholders, output, changes)
+    return _Recording(recorder, placeholders, output, changes, sharing(state))
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     if tensor.requires_grad and not tensor.is_leaf:
         return fake.clone()
     if isinstance(tensor, nn.Parameter):
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     return fake
 
 
@@ -246,4 +247,6 @@ def _updates(
             )
         elif write is not None:
             updates[name] = node
+    for name in recording.sharing.intersection(updates):
+        raise CompileError(f"the forward writes to the buffer {name}, which shares memory with another; clone it")
     return updates

@@ -70,7 +70,8 @@ def _op_name(node: fx.Node) -> str:
 
 def rebuild(graph: fx.Graph) -> fx.Graph:
     """The same nodes in a new graph, with names made from their labels and with no facts but `FACTS`."""
-    new, of = fx.Graph(), {}
+    new = fx.Graph()
+    of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
         name = "output" if node.op == "output" else _identifier(node.meta["label"])

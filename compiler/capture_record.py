@@ -48,8 +48,9 @@ def is_fake(value: object) -> bool:
 def fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake tensor with the shape, strides and dtype of a tensor, alias of nothing; the CPU stands for ``meta``."""
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    with torch.no_grad():
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, meta, device)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -65,9 +66,9 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
 class Recorder(ProxyTorchDispatchMode):
     """Appends a node to ``graph`` for every ATen op that is called under it, before autograd and autocast see it.
 
-    ``node.meta``: ``val`` (fake tensor), ``storage`` (`storage_of`), ``place`` (`Place`), ``grad`` (grad mode), and
-    ``marked`` once the value is the output of the module of its place. ``constants``: real tensors from outside, the
-    values of the ``get_attr`` nodes.
+    ``node.meta``: ``val`` (fake tensor), ``storage`` (`storage_of`), ``geometry`` (how its memory is read), ``place``
+    (`Place`), ``grad`` (grad mode), and ``marked`` once the value is the output of the module of its place.
+    ``constants``: real tensors from outside, the values of the ``get_attr`` nodes.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, places: Places) -> None:
@@ -78,7 +79,7 @@ class Recorder(ProxyTorchDispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.autocast = autocast_state()
         self._nodes: dict[int, fx.Node] = {}
-        self._by_geometry: dict[tuple[Any, ...], fx.Node] = {}
+        self._by_geometry: dict[tuple[Any, ...], fx.Node] = {}  # with requires_grad: detached is another value
         self._alive: list[Tensor] = []  # ids and storages are only unique among the living
         self._owned: set[int] = set()  # storages made during the run: the only real ones it may write
 
@@ -159,7 +160,7 @@ class Recorder(ProxyTorchDispatchMode):
         if node is not None:
             return node
         self._refuse_kind(tensor)
-        node = self._by_geometry.get(_geometry(tensor))
+        node = self._by_geometry.get((_geometry(tensor), tensor.requires_grad))
         if node is not None:  # another Python object for the same memory, as factories return
             self._nodes[id(tensor)] = node
             self._alive.append(tensor)
@@ -168,11 +169,13 @@ class Recorder(ProxyTorchDispatchMode):
 
     def _refuse_kind(self, tensor: Tensor) -> None:
         """Refuse tensors that have no plain strided memory, such as those inside ``torch.func.vmap``."""
-        where = at(str(self.places.here()))
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined]
-            raise CompileError(f"torch.func transforms (vmap, grad, jvp) cannot be captured{where}; write it out")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            raise CompileError(f"a {tensor.layout} tensor cannot be captured{where}; use a dense tensor")
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            what = "torch.func transforms (vmap, grad, jvp) cannot be captured{}; write it out"
+        elif tensor.layout is not torch.strided or tensor.is_nested:
+            what = f"a {tensor.layout} tensor cannot be captured{{}}; use a dense tensor"
+        else:
+            return
+        raise CompileError(what.format(at(str(self.places.here()))))
 
     def _constant(self, tensor: Tensor, value: Tensor) -> fx.Node:
         """A get_attr node for a real tensor that was not made by a recorded op."""
@@ -203,8 +206,8 @@ class Recorder(ProxyTorchDispatchMode):
         """Note that a value, or every tensor of a tuple of values, is the value of a node."""
         if isinstance(out, Tensor):
             self._refuse_kind(out)
-            node.meta.update(val=fake_like(self.fake_mode, out), storage=storage_of(out))
-            self._nodes[id(out)] = self._by_geometry[_geometry(out)] = node
+            node.meta.update(val=fake_like(self.fake_mode, out), storage=storage_of(out), geometry=_geometry(out))
+            self._nodes[id(out)] = self._by_geometry[_geometry(out), out.requires_grad] = node
             self._alive.append(out)
         elif isinstance(out, (tuple, list)):
             node.meta["val"] = tuple(self._bind_item(item, index, node) for index, item in enumerate(out))
@@ -283,7 +286,7 @@ class Watch(TorchFunctionMode):
 
 
 _SET_DATA: Callable[..., Any] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _HOOK = "gradient hooks are lost in a captured graph; change the gradient with torch functions, or remove the hook"
 _FORBIDDEN: dict[Any, str] = {
     Tensor.register_hook: _HOOK,
@@ -309,7 +312,8 @@ def _has_tensors(out: Any) -> bool:
 
 
 def _geometry(t: Tensor) -> tuple[Any, ...]:
-    return storage_of(t), t.storage_offset(), t.shape, t.stride(), t.dtype, t.requires_grad
+    """Two tensors of one geometry have the same values: same memory, read in the same way."""
+    return storage_of(t), t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def _data_dependent(func: Any, place: Place) -> str:

@@ -28,7 +28,7 @@ def check_model(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise CompileError(f"{name} has backward hooks, which a captured graph would lose; remove them")
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if torch.nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+            if torch.nn.parameter.is_lazy(tensor):
                 raise CompileError(f"{key} of {name} has no shape yet; run the model once before compiling it")
     if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
         raise CompileError("global backward hooks are set, which a captured graph would lose; remove them")
@@ -51,7 +51,8 @@ def check_autograd(output: Any) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node._forward_cls.__name__ if isinstance(node, torch.autograd.function.BackwardCFunction) else ""
+        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        name = getattr(node, "_forward_cls").__name__ if custom else ""  # noqa: B009
         if name and not name.startswith("GeneratedBackwardFor_"):  # torch.library ops stay one node of the graph
             raise CompileError(
                 f"the custom autograd Function {name} has its own backward, which a capture of its forward would lose; "

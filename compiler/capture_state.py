@@ -68,6 +68,15 @@ def state_of(roots: dict[str, nn.Module]) -> dict[str, Tensor]:
     return state
 
 
+def sharing(state: dict[str, Tensor]) -> set[str]:
+    """The keys whose tensors share memory with that of another key, as views of one flat tensor do."""
+    by_storage: dict[int, list[str]] = {}
+    for key, tensor in state.items():
+        if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
+    return {key for keys in by_storage.values() if len(keys) > 1 for key in keys}
+
+
 @contextmanager
 def lend(roots: dict[str, nn.Module], state: dict[str, Tensor], fakes: dict[str, Tensor]) -> Iterator[Changes]:
     """Put fake tensors in the places of parameters and buffers; on leaving, note what changed and restore all."""

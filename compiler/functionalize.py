@@ -44,14 +44,15 @@ class Functionalizer:
         self.views: dict[fx.Node, View] = {}
         self.values: dict[fx.Node, tuple[int, fx.Node]] = {}
         self._opaque: dict[int, fx.Node] = {}  # storages with a view that cannot be derived again
+        self._state: dict[str, fx.Node] = {}
         self._same: dict[fx.Node, fx.Node] = {}  # the result of an in-place op -> the node it wrote to
         self._grad: dict[fx.Node, bool] = {}
-        self._now: fx.Node | None = None
+        self._here: fx.Node = next(iter(recorded.nodes))  # the node that is being rewritten
 
     def run(self) -> None:
         """Rewrite every node."""
         for node in self.recorded.nodes:
-            self._now = node
+            self._here = node
             self._node(node)
             if "marked" in node.meta:
                 value = self.read(node)
@@ -148,11 +149,6 @@ class Functionalizer:
     # -- emitting nodes
 
     @property
-    def _here(self) -> fx.Node:
-        assert self._now is not None
-        return self._now
-
-    @property
     def _where(self) -> str:
         return at(str(self._here.meta["place"]))
 
@@ -175,7 +171,7 @@ class Functionalizer:
         val = node.meta["val"]
         if isinstance(val, Tensor) and not (val.is_floating_point() or val.is_complex()):
             return False
-        if node.target is aten.detach.default or getattr(node.target, "__name__", "").partition(".")[0].endswith("_like"):
+        if node.target is aten.detach.default or _is_like(node.target):
             return False
         if node.target is GETITEM and node.args[0].target in _STATISTICS and node.args[1] != 0:  # type: ignore[union-attr]
             return False
@@ -196,7 +192,9 @@ class Functionalizer:
     def _source(self, node: fx.Node) -> None:
         """A placeholder or constant: the base of its memory."""
         new = self.graph.create_node(node.op, node.target, name=node.name)
-        new.meta.update({k: v for k, v in node.meta.items() if k not in ("storage", "grad")})
+        new.meta.update({k: v for k, v in node.meta.items() if k not in ("storage", "geometry", "grad")})
+        if "state" in node.meta:
+            self._state[node.meta["state"]] = node
         val = new.meta["val"]
         self._grad[new] = bool(node.meta.get("needs_grad")) and val.is_floating_point()
         self._set_base(node, new)
@@ -225,6 +223,8 @@ class Functionalizer:
         """The value of an op that is no view of what it reads; a list of mere views has none."""
         if found is not None:
             value = self._derive(View(found[0], found[1]), self.read(found[0]))
+        elif node.target is aten.as_strided.default:
+            value = self._strided(node)
         else:
             value = self._plain(node)
         return value if node.meta["grad"] or not isinstance(value.meta["val"], Tensor) else self._step(DETACH, value)
@@ -236,6 +236,14 @@ class Functionalizer:
         if isinstance(form.op, torch._ops.OpOverload):
             args, kwargs = complete(form.op, args, kwargs)
         return self.emit(form.op, args, kwargs, node.meta["val"])
+
+    def _strided(self, node: fx.Node) -> fx.Node:
+        """``as_strided`` reads memory, not a tensor: of a whole contiguous one its meaning is sure."""
+        x, size, stride, offset = complete(node.target, node.args, node.kwargs)[0]
+        if self._same.get(x, x) in self.views or not x.meta["val"].is_contiguous():
+            raise CompileError(f"as_strided on a view{self._where} depends on its memory; call contiguous() before it")
+        whole = self.emit(aten.contiguous.default, (self.read(x),))
+        return self.emit(aten.as_strided.default, (whole, size, stride, offset or 0), val=node.meta["val"])
 
     def _storage(self, node: fx.Node) -> Any:
         return node.meta.get("storage")
@@ -329,10 +337,14 @@ class Functionalizer:
     def _count_of(self, mean: fx.Node) -> fx.Node:
         """The present ``num_batches_tracked`` beside a ``running_mean``, for a batch norm with ``momentum=None``."""
         key = str(mean.meta.get("state", "")).removesuffix("running_mean") + "num_batches_tracked"
-        for node in self.recorded.nodes:
-            if node.meta.get("state") == key:
-                return self.read(node)
-        raise CompileError(f"a batch norm with momentum=None has no {key}{self._where}; give it a momentum")
+        if key not in self._state:
+            raise CompileError(f"a batch norm with momentum=None has no {key}{self._where}; give it a momentum")
+        return self.read(self._state[key])
+
+
+def _is_like(target: Any) -> bool:
+    """Whether an op, such as ``zeros_like``, takes nothing but the shape of its input."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_like")
 
 
 _STATISTICS_OF: dict[Any, Any] = {

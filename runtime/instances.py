@@ -25,6 +25,7 @@ from halofx.runtime.agree import PARAMETERS, agree, digest, tensor_digest
 from halofx.runtime.comm import Comm
 from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
+from halofx.runtime.recall import recalling
 
 Build = Callable[..., Program]
 """``build(model, args, kwargs, mesh, loss=, targets=, options=) -> Program``, all passes run."""
@@ -65,6 +66,7 @@ class Instances:
         self.options = dict(options)
         self.declared: Request | None = None
         self.cache: dict[Any, Instance] = {}
+        self.draws: dict[Any, bool] = {}  # whether a request draws random numbers
         self.lock = threading.RLock()
         self.main: tuple[int, ...] | None = None
         self.outputs: list[
@@ -198,18 +200,18 @@ class Instances:
         state = self._state(program)
         leaves = tree_flatten((request.args, dict(request.kwargs), request.targets))[0]
         tensors = [v for v in leaves if isinstance(v, Tensor)]
-        outs, updates = module(*state, *tensors, *self._rng(comm, instance))
+        with recalling():
+            outs, updates = module(*state, *tensors, *self._rng(comm, instance))
         self._assign(program, updates)
         return self._result(program, outs)
 
     def _random_alone(self, request: Request) -> bool:
         """Whether the one rank has to draw the random numbers that more ranks would draw."""
         key = (request.training, str(tree_map(_describe, (request.args, dict(request.kwargs), request.targets))))
-        known: dict[Any, bool] = self.__dict__.setdefault("_random", {})
-        if key not in known:
+        if key not in self.draws:
             globals_ = tree_map(self._as_meta, (request.args, dict(request.kwargs), request.targets))
-            known[key] = self._instance(Request(globals_[0], globals_[1], globals_[2], request.training)).random
-        return known[key]
+            self.draws[key] = self._instance(Request(globals_[0], globals_[1], globals_[2], request.training)).random
+        return self.draws[key]
 
     def _ready(self, comm: Comm, request: Request) -> tuple[Instance, fx.GraphModule]:
         """The instance for these shards, bound to this rank; ranks compare notes before its first use."""

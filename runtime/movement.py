@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from halofx.compiler.redistribution import Box, Redistribution, Table, Transfer
 from halofx.runtime.comm.base import Comm
+from halofx.runtime.recall import active
 
 
 @dataclass(frozen=True)
@@ -65,47 +67,63 @@ class Move(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The shard [..] as this rank needs it."""
-        return _Move.apply(x, self.route)  # type: ignore[no-any-return,no-untyped-call]
+        arrived: Arrived = {}
+        moved: Tensor = _Move.apply(x, self.route, arrived)  # type: ignore[no-untyped-call]
+        recall = active()
+        if recall is not None:
+            recall.note(moved, x, partial(assemble, self.route.table, self.route.site.comm.rank, arrived))
+        return moved
 
     def extra_repr(self) -> str:
         return self.route.site.what
 
 
+Arrived = dict[int, tuple[Tensor, list[Transfer]]]
+"""Rank -> its message, and where the pieces of it go."""
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, x: Tensor, route: Route, arrived: Arrived) -> Tensor:
         ctx.route = route
-        return run(route.table, x, route.site)
+        return run(route.table, x, route.site, arrived)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Move.apply(grads[0], ctx.route.adjoint), None  # type: ignore[no-untyped-call]
+        return _Move.apply(grads[0], ctx.route.adjoint, {}), None, None  # type: ignore[no-untyped-call]
 
 
-def run(table: Table, x: Tensor, site: Site) -> Tensor:
-    """Send and receive the pieces of one table."""
+def run(table: Table, x: Tensor, site: Site, arrived: Arrived) -> Tensor:
+    """Send and receive the pieces of one table, and put them together; leaves the messages in ``arrived``."""
+    shape = _shape_after(table, x)
+    sends = [(p, _pack(x, [t for t in table.sends if t.peer == p])) for p in dict.fromkeys(t.peer for t in table.sends)]
+    for peer in dict.fromkeys(t.peer for t in table.receives):
+        transfers = [t for t in table.receives if t.peer == peer]
+        arrived[peer] = x.new_empty(sum(_numel(t.put, shape) for t in transfers)), transfers
+    if sends or arrived:
+        buffers = [(peer, flat) for peer, (flat, _) in arrived.items()]
+        site.comm.start_exchange(sends, buffers, site.tag, site.what).wait()
+    return assemble(table, site.comm.rank, arrived, x)
+
+
+def assemble(table: Table, rank: int, arrived: Arrived, x: Tensor) -> Tensor:
+    """The result of a movement from this rank's shard and the messages of the others."""
+    out = _result(table, x, _shape_after(table, x))
+    # Addends are summed in the order of the ranks, so that copies of one value get bitwise the same cotangent.
+    for peer in sorted({*arrived, rank}):
+        if peer == rank:
+            _copy_local(out, table, x)
+        else:
+            flat, transfers = arrived[peer]
+            _unpack(out, flat, transfers, table.add)
+    return out
+
+
+def _shape_after(table: Table, x: Tensor) -> list[int]:
     shape = list(x.shape)
     for dim, extent in table.sizes:
         shape[dim] = extent
-    out_peers = dict.fromkeys(t.peer for t in table.sends)
-    in_peers = dict.fromkeys(t.peer for t in table.receives)
-    sends = [(p, _pack(x, [t for t in table.sends if t.peer == p])) for p in out_peers]
-    expected = [(p, [t for t in table.receives if t.peer == p]) for p in in_peers]
-    buffers = [(p, x.new_empty(sum(_numel(t.put, shape) for t in ts))) for p, ts in expected]
-    pending = site.comm.start_exchange(sends, buffers, site.tag, site.what) if sends or buffers else None
-    out = _result(table, x, shape)
-    if not table.add:
-        _copy_local(out, table, x)
-    if pending is not None:
-        pending.wait()
-    arrived = {peer: (flat, ts) for (peer, ts), (_, flat) in zip(expected, buffers, strict=True)}
-    # Addends are summed in the order of the ranks, so that copies of one value get bitwise the same cotangent.
-    for peer in sorted({*arrived, site.comm.rank} if table.add else arrived):
-        if peer in arrived:
-            _unpack(out, *arrived[peer], table.add)
-        else:
-            _copy_local(out, table, x)
-    return out
+    return shape
 
 
 def _copy_local(out: Tensor, table: Table, x: Tensor) -> None:

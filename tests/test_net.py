@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import halofx
 from halofx.runtime.comm import current
+from halofx.runtime.recall import Recall
 from tests.models import Convs, TinyUNet, relative, same_as_one_device
 
 MESHES = [
@@ -267,3 +270,66 @@ def test_device_mesh_like() -> None:
 
     assert halofx.Mesh.of(Like()) == halofx.Mesh(data=2, depth=2)
     assert halofx.Mesh.of({"depth": 3}) == halofx.Mesh(depth=3)
+
+
+def kept_bytes(kept: list[Any]) -> int:
+    """The bytes of the distinct storages behind what autograd keeps."""
+    storages: dict[int, int] = {}
+    for item in kept:
+        while hasattr(item, "assemble"):
+            arrived = item.assemble.args[2]
+            storages.update({flat.data_ptr(): flat.nbytes for flat, _ in arrived.values()})
+            item = item.source
+        storage = getattr(item, "tensor", item).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def test_halos_are_kept_as_faces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONFORMANCE M2: what autograd keeps on one of 4 ranks is a quarter of one device's, plus faces; no second copies."""
+    torch.manual_seed(0)
+    model, x = Convs(4, width=4).double(), volume(1, 1, 16, 16, 12)
+    one, found = copy.deepcopy(model), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        y = one(x)
+    y.square().sum().backward()
+    weights = sum(p.nbytes for p in model.parameters())
+    alone = kept_bytes(found) - weights
+
+    kept: dict[int, list[Any]] = defaultdict(list)  # by thread
+    pack = Recall.pack
+
+    def spy(recall: Recall, tensor: Tensor) -> Any:
+        item = pack(recall, tensor)
+        kept[threading.get_ident()].append(item)
+        return item
+
+    def run(rank: int) -> tuple[int, list[Tensor]]:
+        own = copy.deepcopy(model)
+        net = halofx.compile(own, halofx.Mesh(depth=2, height=2), inputs=[x.shape])
+        y = net(net.shard(x))
+        y.square().sum().backward()
+        size = kept_bytes(kept.pop(threading.get_ident())) - weights
+        return size, [p.grad for p in own.parameters()]  # type: ignore[misc]
+
+    monkeypatch.setattr(Recall, "pack", spy)
+    face = (8 + 9) * 12 * 8  # one plane along depth, one along height with its corner
+    faces = face * (1 + 3 * 4)
+    for size, grads in halofx.launch(run, 4):
+        assert size <= alone / 4 + faces, f"{size} bytes kept, a quarter is {alone / 4}, the faces {faces}"
+        for p, g in zip(one.parameters(), grads, strict=True):
+            assert relative(g, p.grad) < 1e-11  # type: ignore[arg-type]
+
+
+def test_a_parameter_written_between_forward_and_backward_is_found() -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        net = halofx.compile(copy.deepcopy(model), halofx.Mesh(depth=2), inputs=[(1, 1, 8, 6, 6)])
+        y = net(net.shard(volume(1, 1, 8, 6, 6)))
+        with torch.no_grad():
+            next(p for p in net.parameters() if p.dim() == 5).mul_(2)
+        y.sum().backward()
+
+    model = Convs(2).double()
+    with pytest.raises(halofx.HalofxError, match=r"modified in place after the forward pass"):
+        halofx.launch(run, 2)

@@ -103,7 +103,7 @@ def _pair_samples(rng: Random) -> Sample:
     functions = [
         lambda x, y: F.cosine_similarity(x, y, dim),
         lambda x, y: F.pairwise_distance(x, y, p, keepdim=keep),
-        lambda x, y: torch.dist(x, y, p),
+        lambda x, y: torch.dist(x, y, p or 1.0),  # torch has no gradient of the one with p = 0
     ]
     which = rng.randrange(3)
     return Sample(functions[which], (shape, other), rng.choice([{}, {0: ties, 1: ties}]), f"pair {which} {dim} {p} {keep}")
