@@ -313,7 +313,7 @@ def test_halos_are_kept_as_faces(monkeypatch: pytest.MonkeyPatch) -> None:
         return size, [p.grad for p in own.parameters()]  # type: ignore[misc]
 
     monkeypatch.setattr(Recall, "pack", spy)
-    face = (8 + 9) * 12 * 8  # one plane along depth, one along height with its corner
+    face = (8 + 10) * 12 * 8  # one plane along depth, one along height with its corners
     faces = face * (1 + 3 * 4)
     for size, grads in halofx.launch(run, 4):
         assert size <= alone / 4 + faces, f"{size} bytes kept, a quarter is {alone / 4}, the faces {faces}"
