@@ -7,6 +7,7 @@ after     enc.conv.h0: redistribute(x, depth: blocks -> what each coordinate rea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import fx
@@ -46,7 +47,8 @@ def _feed(program: Program, node: fx.Node) -> None:
             moved = move(program, source, need, f"{label_of(node)}.h", fill, count)
         if moved is not source:
             changes[key] = moved
-            count += 1
+        while moved is not source:
+            moved, count = cast(fx.Node, moved.args[0]), count + 1
     if changes:
         set_operands(node, changes)
 
@@ -73,18 +75,30 @@ def needs(mesh: Mesh, node: fx.Node, key: str) -> Need:
 
 
 def move(program: Program, source: fx.Node, need: Need, label: str, fill: float, first: int = 0) -> fx.Node:
-    """The node that holds ``source`` as needed: one movement an axis, axes that free a dim before axes that take it."""
+    """The node that holds ``source`` as needed: one movement an axis, axes that free a dim before axes that take it.
+
+    Where axes wait for each other, as in ``x + x.T`` split both ways, one is gathered first.
+    """
     layout, shape, node = layout_of(source), list(shape_of(source)), source
     todo = {axis: plan for axis in program.mesh.axes if (plan := _step(program.mesh, axis, layout, shape, need))}
     while todo:
-        axis = next(
-            (a for a, r in todo.items() if r.need is None or layout.split[r.need] in (None, a)), next(iter(todo))
-        )
-        plan = todo.pop(axis)
+        free = (a for a, r in todo.items() if r.need is None or layout.split[r.need] in (None, a))
+        axis = next(free, None)
+        if axis is None:
+            axis, taken = next((a, r) for a, r in todo.items() if r.have is not None)
+            todo[axis], plan = replace(taken, have=None, have_extent=0), _gathered(taken)
+        else:
+            plan = todo.pop(axis)
         node = _insert(program, node, plan, f"{label}{first}", fill)
         layout = layout_of(node)
         first += 1
     return node
+
+
+def _gathered(plan: Redistribution) -> Redistribution:
+    """The movement to every rank of what a movement begins with."""
+    reads = (span(Interval(0, plan.have_extent)),) * plan.parts
+    return replace(plan, need=None, need_extent=0, reads=reads)
 
 
 def _step(mesh: Mesh, axis: str, layout: Layout, shape: list[int], need: Need) -> Redistribution | None:

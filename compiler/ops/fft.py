@@ -37,7 +37,7 @@ def _samples(rng: Random) -> Sample:
 
     def function(x: Tensor) -> Tensor:
         y = transform(x, norm=norm, **options)
-        return torch.view_as_real(y) if y.is_complex() else y
+        return torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
 
     return Sample(function, (shape,), label=f"{name} {options} {norm}")
 

@@ -137,7 +137,7 @@ def _per_channel_samples(rng: Random) -> Sample:
     shape = random_shape(rng)
     axis = rng.randrange(len(shape))
     zeros = torch.zeros(shape[axis], dtype=torch.int32)
-    function = lambda x, s: torch.fake_quantize_per_channel_affine(x, s.detach(), zeros, axis, -8, 7)  # noqa: E731
+    function = lambda x, s: torch.fake_quantize_per_channel_affine(x, s.detach().float(), zeros, axis, -8, 7)  # noqa: E731
     return Sample(function, (shape, (shape[axis],)), {1: positive}, "fake quantize per channel")
 
 
