@@ -169,6 +169,18 @@ class Spans:
         return resolve(Interval(self.first[out.start], self.last[out.stop - 1] + 1), extent, "clip") if out else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """Every output reads the whole dim: the source of a gather, of which only the output is split.
+
+    >>> Everything().read(Interval(3, 5), 8)
+    (Run(start=0, count=8, step=1),)
+    """
+
+    def read(self, out: Interval, extent: int) -> Indices:
+        return span(Interval(0, extent)) if out else ()
+
+
 def resolve(need: Interval, extent: int, edge: Edge) -> Indices:
     """The runs of an interval that may reach outside ``0:extent``.
 

@@ -109,7 +109,7 @@ def _literal(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if is_getitem(value) and value.args[0].target is not vary_all:
+    if isinstance(value, fx.Node) and is_getitem(value) and value.args[0].target is not vary_all:
         return f"{label_of(value.args[0])}[{value.args[1]}]"
     return label_of(value) if isinstance(value, fx.Node) else str(value)
 

@@ -32,6 +32,7 @@ CHUNK = {"cpu": 1 << 16}
 """Numbers made at once, by device; what is needed besides the result does not grow with it."""
 CHUNK_ELSEWHERE = 1 << 24
 
+CPU = torch.device("cpu")
 BITS = 53
 ONE = 1 << BITS
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -96,7 +97,8 @@ def _inside(bits: Tensor) -> Tensor:
 
 
 def _normal(bits: Tensor, mean: float, std: float, dtype: torch.dtype) -> Tensor:
-    return torch.special.ndtri(_inside(bits)) * std + mean
+    z: Tensor = torch.special.ndtri(_inside(bits))
+    return z * std + mean
 
 
 def _log_normal(bits: Tensor, mean: float, std: float, dtype: torch.dtype) -> Tensor:
@@ -156,8 +158,9 @@ def _filled(out: Tensor, rng: Tensor, op: int, kind: str, a: float, b: float, pl
 
 @torch.no_grad()
 def draw_like(
-    input: Tensor, rng: Tensor, op: int, kind: str, a: float, b: float, dtype: torch.dtype, place: Place | None = None
-) -> Tensor:
+    input: Tensor, rng: Tensor, op: int, kind: str, a: float = 0.0, b: float = 0.0, dtype: torch.dtype = torch.float32,
+    place: Place | None = None,
+) -> Tensor:  # fmt: skip
     """Random numbers in the shape of ``input``, whose values are not read; ``place`` says which part of it this is.
 
     >>> x, rng = torch.empty(4, 6), torch.tensor(1)
@@ -171,8 +174,9 @@ def draw_like(
 
 @torch.no_grad()
 def draw(
-    size: Sequence[int], rng: Tensor, op: int, kind: str, a: float, b: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+    size: Sequence[int], rng: Tensor, op: int, kind: str, a: float = 0.0, b: float = 0.0, dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> Tensor:  # fmt: skip
     """Random numbers of a given size, whole on every rank."""
     return _filled(rng.new_empty(list(size), dtype=dtype, device=device), rng, op, kind, a, b, None)
 

@@ -59,7 +59,8 @@ class Draws:
     def device(self) -> torch.device:
         """The device of the op's result."""
         value = self.node.meta["val"]
-        return (value[0] if isinstance(value, (tuple, list)) else value).device  # type: ignore[no-any-return]
+        first: Tensor = value[0] if isinstance(value, (tuple, list)) else value
+        return first.device
 
     def own_way(self) -> Operand | tuple[Operand, ...]:
         """The op itself, whole, with its generator seeded."""
@@ -70,7 +71,7 @@ class Draws:
         holes = tuple(isinstance(leaf, fx.Node) for leaf in leaves)
         target = OwnWay(node.target, self.op, spec, plain, holes)
         with node.graph.inserting_before(node):
-            made = node.graph.call_function(target, (rng, tensors))  # type: ignore[arg-type]
+            made = node.graph.call_function(target, (rng, tensors))
         made.meta.update(node.meta)
         self.op += 1
         return operands(made)  # type: ignore[no-any-return]
@@ -140,8 +141,8 @@ def _like(kind: str, a: Any = 0.0, b: Any = 0.0) -> Handler:
     """Numbers in the shape of the first argument; the parameters are numbers, or names of arguments."""
 
     def handler(call: Call, draws: Draws) -> Operand:
-        of = lambda v: float(call[v]) if isinstance(v, str) else v  # noqa: E731
-        return draws.like(call["self"], kind, of(a), of(b), call.outs[0].dtype)
+        first, second = (float(call[v]) if isinstance(v, str) else v for v in (a, b))
+        return draws.like(call["self"], kind, first, second, call.outs[0].dtype)
 
     return handler
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from halofx.compiler.emit import Emit, identifier, is_getitem, label_of
-from halofx.compiler.facts import bound_of, is_op
+from halofx.compiler.emit import Emit, identifier, is_getitem, label_of, operand_nodes
+from halofx.compiler.facts import bound_of, is_op, source_of
 from halofx.compiler.program import Program
 from halofx.compiler.rules import Operand, bind
 from halofx.passes.infer_gradients import infer_gradients
@@ -23,7 +23,7 @@ def decompose_split(program: Program) -> None:
     changed = False
     for node in list(program.graph.nodes):
         spec = bound_of(node).spec if is_op(node) else None
-        if spec is not None and spec.decompose is not None and _cut(program, node):
+        if spec is not None and spec.decompose is not None and _known(node) and _cut(program, node):
             changed |= _replace(node)
     if changed:
         for node in program.graph.nodes:
@@ -32,6 +32,11 @@ def decompose_split(program: Program) -> None:
         infer_gradients(program)
         infer_homes(program)
         decompose_split(program)
+
+
+def _known(node: fx.Node) -> bool:
+    """Whether the homes of all operands are known: not those of ops that this round has made."""
+    return all("homes" in (source_of(n) if is_getitem(n) else n).meta for n in operand_nodes(node).values())
 
 
 def _cut(program: Program, node: fx.Node) -> bool:
@@ -70,5 +75,8 @@ def is_getitem_only(node: fx.Node) -> bool:
 
 def _take_over(node: fx.Node, by: Operand) -> None:
     assert by.node is not None
+    users = [user for user in node.users if is_op(user)]
     node.replace_all_uses_with(by.node)
     node.graph.erase_node(node)
+    for user in users:
+        user.meta["bound"] = bind(user)  # its operands name the nodes that they come from

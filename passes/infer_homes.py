@@ -56,7 +56,7 @@ def _outputs(node: fx.Node) -> tuple[Homes, ...]:
 def _by_extent(node: fx.Node) -> tuple[Homes, ...]:
     """An op without a rule runs whole; a dim of its output is at home where an input dim at that place is as long."""
     value = node.meta["val"]
-    outs = [v for v in (value if isinstance(value, (tuple, list)) else (value,))]
+    outs = value if isinstance(value, (tuple, list)) else (value,)
     inputs = [n for n in node.all_input_nodes if is_tensor(n)]
     found: list[Homes] = []
     for out in outs:

@@ -311,12 +311,18 @@ class Instances:
         """The number that all random draws of this call depend on: the seed and the count of calls that drew."""
         if not instance.random:
             return []
+        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            raise HalofxError(
+                "the net draws random numbers (dropout) and was called again in a backward pass, as activation checkpointing "
+                "does: it would draw others than before; checkpoint inside the model, or call net.eval()"
+            )
         if comm not in self.steps:  # ranks of a world begin together, after all that came before
             before = [int(b) for b in comm.all_gather_bytes(str(self.step).encode(), "the count of random steps")]
             self.steps[comm] = max(before)
         self.steps[comm] += 1
         self.step = max(self.step, self.steps[comm])
-        return [torch.tensor((int(self.options.get("seed", 0)) << 32) + self.steps[comm])]
+        number = (int(self.options.get("seed", 0)) << 32) + self.steps[comm]
+        return [torch.tensor((number + 2**63) % 2**64 - 2**63)]
 
     @torch.no_grad()
     def _assign(self, program: Program, updates: Sequence[Tensor]) -> None:

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halofx.compiler.ops.dims import names
-from halofx.compiler.ops.samples import booleans
+from halofx.compiler.ops.dims import names, pattern, wrap
+from halofx.compiler.ops.samples import booleans, random_dim, random_shape
 from halofx.compiler.rules import Call, Local, Operand, Sample, Spec, rule
 
 aten = torch.ops.aten
@@ -88,3 +88,18 @@ def causal_rows(
     mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(first)
     key, value = key.narrow(-2, 0, keys), value.narrow(-2, 0, keys)
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def _safe_softmax_samples(rng: Random) -> Sample:
+    shape = random_shape(rng, 1, 4)
+    dim = random_dim(rng, len(shape))
+    function = lambda x: aten._safe_softmax.default(x.masked_fill(x < 0.5, -torch.inf), dim)  # noqa: E731
+    return Sample(function, (shape,), label=f"safe softmax {dim}")
+
+
+@rule(aten._safe_softmax.default, samples=_safe_softmax_samples)
+def safe_softmax(call: Call) -> Spec:
+    """y = exp(x) / sum over d of exp(x), 0 where all of a row is minus infinity"""
+    x = call["self"]
+    dims = pattern(x.ndim, [wrap(call["dim"], x.ndim)])
+    return Spec(ins={"self": dims}, outs=[dims], flops=4 * x.numel, saves=("output",))

@@ -15,8 +15,8 @@ from halofx.compiler.rules import Call, Local, Sample, Spec, rule
 
 aten = torch.ops.aten
 
-ONE_DIM = "fft ifft rfft irfft hfft ihfft".split()
-MANY_DIMS = "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2 fftn ifftn rfftn irfftn hfftn ihfftn".split()
+ONE_DIM = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+MANY_DIMS = tuple(f"{name}{many}" for name in ONE_DIM for many in ("2", "n"))
 
 
 def _samples(rng: Random) -> Sample:

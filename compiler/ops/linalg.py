@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halofx.compiler.ops.dims import names
+from halofx.compiler.ops.dims import names, wrap
+from halofx.compiler.ops.pointwise import broadcast
 from halofx.compiler.ops.samples import random_shape
 from halofx.compiler.rules import Call, Operand, Sample, Spec, rule
 
@@ -44,17 +47,14 @@ def _matrix_samples(rng: Random) -> Sample:
 
 
 @rule(
-    *(
-        getattr(aten, f"linalg_{name}").default
-        for name in (
-            "inv inv_ex det slogdet svd svdvals eigh eigvalsh eig eigvals qr cholesky cholesky_ex matrix_exp matrix_power lu "
-            "lu_factor cond pinv"
-        ).split()
-    ),
-    *(
-        getattr(aten, name).default
-        for name in "inverse det slogdet logdet svd qr cholesky cholesky_inverse matrix_exp matrix_power pinverse".split()
-    ),
+    *(getattr(aten, f"linalg_{name}").default for name in (
+        "inv", "inv_ex", "det", "slogdet", "svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "qr", "cholesky",
+        "cholesky_ex", "matrix_exp", "matrix_power", "lu", "lu_factor", "cond", "pinv",
+    )),
+    *(getattr(aten, name).default for name in (
+        "inverse", "det", "slogdet", "logdet", "svd", "qr", "cholesky", "cholesky_inverse", "matrix_exp", "matrix_power",
+        "pinverse",
+    )),
     aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.atol_rtol_float,
     aten.linalg_matrix_rank.atol_rtol_tensor, aten.linalg_matrix_rank.atol_rtol_float,
     samples=_matrix_samples,
@@ -114,3 +114,24 @@ def solve(call: Call) -> Spec:
         flops=2 * a.numel * a.shape[-1] + 2 * out.numel * a.shape[-1],
         saves=(keys[0], "output"),
     )
+
+
+def _cross_samples(rng: Random) -> Sample:
+    shape = list(random_shape(rng, 1, 4))
+    dim = rng.randrange(len(shape))
+    shape[dim] = 3
+    other = [1 if rng.random() < 0.2 and i != dim else n for i, n in enumerate(shape)]
+    return Sample(lambda x, y: torch.linalg.cross(x, y, dim=dim), (tuple(shape), tuple(other)), label=f"cross {dim}")
+
+
+@rule(aten.linalg_cross.default, aten.cross.default, samples=_cross_samples)
+def cross(call: Call) -> Spec:
+    """y = x1 x2 of vectors of three along one dim"""
+    spec, out, dim = broadcast(call), call.outs[0], call["dim"]
+    whole = f"d{out.shape.index(3) if dim is None else wrap(dim, out.ndim)}"
+
+    def close(dims: Sequence[str]) -> str:
+        return " ".join(f"[{d}]" if d == whole else d for d in dims)
+
+    ins = {key: close(dims) for key, dims in spec.patterns.items()}
+    return replace(spec, ins=ins, outs=[close(spec.outs[0].split())], flops=5 * out.numel, saves=tuple(ins))

@@ -33,27 +33,32 @@ REDUCTIONS = ("none", "mean", "sum")
 # one reduction for all
 
 
-def reduced(call: Call, ins: Mapping[str, str], loss: Sequence[str], shape: Sequence[int], saves: Sequence[str]) -> Spec:
-    """The spec of a loss with ``reduction``: per number it has the dims ``loss`` and the global ``shape``."""
-    flops = 5 * max(t.numel for t in call.tensors.values())
+def reduced(
+    call: Call, ins: Mapping[str, str], loss: Sequence[str], shape: Sequence[int], detached: Sequence[str] = ()
+) -> Spec:
+    """The spec of a loss with ``reduction``: per number it has the dims ``loss`` and the global ``shape``.
+
+    ``detached`` are the arguments of which torch has no derivative.
+    """
+    more: Any = {"detached": tuple(detached), "saves": tuple(call.tensors)}
+    more["flops"] = 5 * max(t.numel for t in call.tensors.values())
     if call["reduction"] == NONE:
-        return Spec(ins, [" ".join(loss)], flops=flops, saves=tuple(saves))
-    local = partial(_share_of_mean, count=math.prod(shape)) if call["reduction"] == MEAN else _sum
-    return Spec(ins, [""], reduce="sum", local=local, flops=flops, saves=tuple(saves))
+        return Spec(ins, [" ".join(loss)], **more)
+    count = math.prod(shape) if call["reduction"] == MEAN else 1
+    return Spec(ins, [""], reduce="sum", local=partial(_addend, count=count), **more)
 
 
-def _share_of_mean(local: Local, count: int) -> Call:
-    arguments = {**local.call.args, "reduction": SUM}
-    return local.call.with_(target=addend, op=local.call.target, arguments=arguments, count=count)
+def _addend(local: Local, count: int) -> Call:
+    """The sum over this rank's part, divided by the global number."""
+    call, spec = local.call, local.bound.spec
+    arguments = {**call.args, "reduction": SUM}
+    attached = [key for key in call.tensors if spec is not None and key not in spec.detached]
+    return call.with_(target=addend, op=call.target, arguments=arguments, attached=attached, count=count)
 
 
-def _sum(local: Local) -> Call:
-    return local.call.with_(target=addend, op=local.call.target, arguments=dict(local.call.args), count=1)
-
-
-def addend(op: Any, arguments: Mapping[str, Any], count: int) -> Tensor:
+def addend(op: Any, arguments: Mapping[str, Any], attached: Sequence[str], count: int) -> Tensor:
     """This part's sum of losses over ``count``, 0 for an empty part; halves are summed in float32."""
-    tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    tensors: list[Tensor] = [arguments[key] for key in attached if arguments[key].is_floating_point()]
     if any(not t.numel() for t in tensors):
         return torch.stack([t.sum() * 0 for t in tensors]).sum()
     if tensors[0].dtype in HALVES:
@@ -63,7 +68,7 @@ def addend(op: Any, arguments: Mapping[str, Any], count: int) -> Tensor:
     return total / count if count != 1 else total
 
 
-def _pointwise(call: Call, *keys: str, saves: Sequence[str] = ()) -> Spec | None:
+def _pointwise(call: Call, *keys: str, detached: Sequence[str] = ()) -> Spec | None:
     """A loss of the numbers at one place of tensors that broadcast."""
     tensors = {key: call[key] for key in keys if isinstance(call[key], Operand)}
     shape = torch.broadcast_shapes(*(t.shape for t in tensors.values()))
@@ -73,7 +78,7 @@ def _pointwise(call: Call, *keys: str, saves: Sequence[str] = ()) -> Spec | None
         lead = len(shape) - x.ndim
         return " ".join(d if n == m else "." for d, n, m in zip(dims[lead:], x.shape, shape[lead:], strict=True))
 
-    return reduced(call, {k: aligned(t) for k, t in tensors.items()}, dims, shape, saves or keys)
+    return reduced(call, {k: aligned(t) for k, t in tensors.items()}, dims, shape, detached)
 
 
 # samples: a loss of two tensors of one shape, or of shapes that broadcast
@@ -83,10 +88,12 @@ def _pair(functions: Mapping[str, Any], make: Mapping[int, Any], broadcast: bool
     shape, name = random_shape(rng, 1, 4), rng.choice(list(functions))
     other = tuple(1 if broadcast and rng.random() < 0.15 else n for n in shape)
     reduction = rng.choice(REDUCTIONS)
-    made = {i: m for i, m in make.items() if i < 2}
-    return Sample(
-        lambda x, y: functions[name](x, y, reduction=reduction), (shape, other), made, f"{name} reduction={reduction}"
-    )
+    fixed = make.get(1) is signs  # labels, of which torch has no derivative
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        return functions[name](x, y.detach() if fixed else y, reduction=reduction)
+
+    return Sample(function, (shape, other), make, f"{name} reduction={reduction}")
 
 
 def _weighted(name: str, rng: Random) -> Sample:
@@ -100,10 +107,10 @@ def _weighted(name: str, rng: Random) -> Sample:
         make.pop(0)
         key = rng.choice(["weight", "pos_weight"])
         function: Any = lambda x, y, *w: F.binary_cross_entropy_with_logits(  # noqa: E731
-            x, y, reduction=reduction, **dict.fromkeys([key], w[0] if w else None)
+            x, y, reduction=reduction, **{key: v.detach() for v in w}
         )
     else:
-        function = lambda x, y, *w: F.binary_cross_entropy(x, y, *w, reduction=reduction)  # noqa: E731
+        function = lambda x, y, *w: F.binary_cross_entropy(x, y, *[v.detach() for v in w], reduction=reduction)  # noqa: E731
     shapes = (shape, shape) if how == 0 else (shape, shape, weight)
     return Sample(function, shapes, {i: m for i, m in make.items() if i < len(shapes)}, f"bce {name} {reduction}")
 
@@ -124,7 +131,7 @@ def _three(rng: Random) -> Sample:
         {
             "mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": partial(F.smooth_l1_loss, beta=0.6), "huber": partial(F.huber_loss, delta=0.7),
         },
-        {0: None, 1: None}, True,
+        {}, True,
     ),
 )  # fmt: skip
 def distance_loss(call: Call) -> Spec | None:
@@ -160,13 +167,13 @@ def poisson_nll_loss(call: Call) -> Spec | None:
 @rule(aten.hinge_embedding_loss.default, samples=partial(_pair, {"hinge": F.hinge_embedding_loss}, {1: signs}, False))
 def hinge_embedding_loss(call: Call) -> Spec | None:
     """x where y = 1, max(0, margin - x) where y = -1"""
-    return _pointwise(call, "self", "target")
+    return _pointwise(call, "self", "target", detached=("target",))
 
 
 @rule(aten.soft_margin_loss.default, samples=partial(_pair, {"soft_margin": F.soft_margin_loss}, {1: signs}, False))
 def soft_margin_loss(call: Call) -> Spec | None:
     """log(1 + exp(-y x))"""
-    return _pointwise(call, "self", "target")
+    return _pointwise(call, "self", "target", detached=("target",))
 
 
 @rule(aten.margin_ranking_loss.default, samples=_three)
@@ -178,13 +185,13 @@ def margin_ranking_loss(call: Call) -> Spec | None:
 @rule(aten.binary_cross_entropy.default, samples=partial(_weighted, "probabilities"))
 def binary_cross_entropy(call: Call) -> Spec | None:
     """-w (y log x + (1 - y) log(1 - x))"""
-    return _pointwise(call, "self", "target", "weight")
+    return _pointwise(call, "self", "target", "weight", detached=("weight",))
 
 
 @rule(aten.binary_cross_entropy_with_logits.default, samples=partial(_weighted, "logits"))
 def binary_cross_entropy_with_logits(call: Call) -> Spec | None:
     """-w (p y log s(x) + (1 - y) log(1 - s(x))), s the logistic function"""
-    return _pointwise(call, "self", "target", "weight", "pos_weight")
+    return _pointwise(call, "self", "target", "weight", "pos_weight", detached=("weight", "pos_weight"))
 
 
 # losses of vectors: the last dim, or the class dim, whole
@@ -193,10 +200,10 @@ def binary_cross_entropy_with_logits(call: Call) -> Spec | None:
 def _vectors(name: str, rng: Random) -> Sample:
     n, c, reduction, margin = rng.randint(1, 7), rng.randint(2, 6), rng.choice(REDUCTIONS), rng.choice([0.0, 0.4])
     lead = random_shape(rng, 0, 2, 4)
-    one = rng.random() < 0.2
+    one = rng.random() < 0.2 and reduction != "none"  # of which torch's shape inference is wrong for some
     target = integers(0, c)
     if name == "cosine":
-        function: Any = lambda a, b, y: F.cosine_embedding_loss(a, b, y, margin, reduction=reduction)  # noqa: E731
+        function: Any = lambda a, b, y: F.cosine_embedding_loss(a, b, y.detach(), margin, reduction=reduction)  # noqa: E731
         shapes: Any = ((c,), (c,), ()) if one else ((n, c), (n, c), (n,))
         make: Any = {2: signs}
     elif name == "triplet":
@@ -205,7 +212,7 @@ def _vectors(name: str, rng: Random) -> Sample:
         shapes, make = ((*lead, n, c),) * 3, {}
     elif name == "multi":
         p, weighted = rng.choice([1, 2]), rng.random() < 0.4
-        function = lambda x, y, *w: F.multi_margin_loss(x, y, p, 1.1, *w, reduction=reduction)  # noqa: E731
+        function = lambda x, y, *w: F.multi_margin_loss(x, y, p, 1.1, *[v.detach() for v in w], reduction=reduction)  # noqa: E731
         shapes = ((c,), ()) if one else ((n, c), (n,))
         make = {1: target, 2: positive}
         shapes = (*shapes, (c,)) if weighted else shapes
@@ -223,7 +230,7 @@ def cosine_embedding_loss(call: Call) -> Spec | None:
     if call["input1"].ndim != len(batch) + 1 or call["input1"].shape != call["input2"].shape:
         return None
     ins = {"input1": row, "input2": row, "target": " ".join(batch)}
-    return reduced(call, ins, batch, call["target"].shape, ("input1", "input2", "target"))
+    return reduced(call, ins, batch, call["target"].shape, ("target",))
 
 
 @rule(aten.triplet_margin_loss.default, samples=partial(_vectors, "triplet"))
@@ -233,17 +240,17 @@ def triplet_margin_loss(call: Call) -> Spec | None:
     if any(call[key].shape != a.shape for key in keys) or not a.ndim:
         return None
     batch = names(a.ndim - 1)
-    return reduced(call, dict.fromkeys(keys, " ".join([*batch, "[c]"])), batch, a.shape[:-1], keys)
+    return reduced(call, dict.fromkeys(keys, " ".join([*batch, "[c]"])), batch, a.shape[:-1])
 
 
 @rule(aten.multi_margin_loss.default, samples=partial(_vectors, "multi"))
 def multi_margin_loss(call: Call) -> Spec | None:
     """1/C sum over c != y of max(0, margin - x[y] + x[c])^p"""
     batch = names(call["target"].ndim)
-    if call["self"].ndim != len(batch) + 1:
+    if not batch:
         return None
     ins = {"self": " ".join([*batch, "[c]"]), "target": " ".join(batch), "weight": "."}
-    return reduced(call, ins, batch, call["target"].shape, ("self", "target"))
+    return reduced(call, ins, batch, call["target"].shape, ("weight",))
 
 
 @rule(aten.multilabel_margin_loss.default, samples=partial(_vectors, "multilabel"))
@@ -251,26 +258,4 @@ def multilabel_margin_loss(call: Call) -> Spec | None:
     """1/C sum over labels y and others c of max(0, 1 - x[y] + x[c])"""
     batch = names(call["self"].ndim - 1)
     row = " ".join([*batch, "[c]"])
-    return reduced(call, {"self": row, "target": row}, batch, call["self"].shape[:-1], ("self", "target"))
-
-
-def _ctc_samples(rng: Random) -> Sample:
-    time, n, classes = rng.randint(4, 7), rng.randint(1, 4), rng.randint(2, 4)
-    reduction = rng.choice(REDUCTIONS)
-    lengths = [2] * n
-    given = [time] * n
-
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        return F.ctc_loss(x.log_softmax(2), y, torch.tensor(given), torch.tensor(lengths), reduction=reduction)
-
-    return Sample(function, ((time, n, classes), (n, 2)), {1: integers(1, classes)}, f"ctc {reduction}")
-
-
-@rule(aten.ctc_loss.Tensor, aten.ctc_loss.IntList, samples=_ctc_samples)
-def ctc_loss(call: Call) -> Spec:
-    """The loss of alignments (Graves et al. 2006), whole."""
-    out = " ".join("." * call.outs[0].ndim)
-    ins = {key: " ".join("." * t.ndim) for key, t in call.tensors.items()}
-    return Spec(ins, [out], flops=20 * call["log_probs"].numel, saves=("log_probs",))
-
-
+    return reduced(call, {"self": row, "target": row}, batch, call["self"].shape[:-1]) if batch else None

@@ -2,7 +2,6 @@
 
     matmul    x[b, n, k] y[b, k, m]     ->  z[b, n, m]         k split: every rank multiplies its part, one all-reduce
     linear    x[..., i]  w[o, i]  b[o]  ->  y[..., o]          i split: without the bias, which is added afterwards
-    einsum    "bid,bjd->bij"            ->  as it says
 
 All are linear in each operand, so a sum that is split is exact: each rank holds an addend.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +60,8 @@ def aligned(operand: Operand, out: Sequence[str]) -> list[str]:
 def _pair(rng: Random, kinds: Sequence[tuple[str, str]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Random shapes for operands such as ("b n k", "b k m")."""
     extent: dict[str, int] = {}
-    a, b = rng.choice(kinds)
-    size = lambda name: extent.setdefault(name, rng.randint(1, 7))  # noqa: E731
-    return tuple(map(size, a.split())), tuple(map(size, b.split()))
+    a, b = (tuple(extent.setdefault(name, rng.randint(1, 7)) for name in term.split()) for term in rng.choice(kinds))
+    return a, b
 
 
 def _two(function: Callable[..., Any], kinds: Sequence[tuple[str, str]], rng: Random) -> Sample:
@@ -141,7 +140,10 @@ def outer(call: Call) -> Spec:
     return product(call, {"self": ["n"], "vec2": ["m"]}, ["n", "m"])
 
 
-@rule(aten.inner.default, samples=partial(_two, torch.inner, [("a b k", "c k"), ("k", "k"), ("k", "a k"), ("a k", "b c k")]))
+@rule(
+    aten.inner.default,
+    samples=partial(_two, torch.inner, [("a b k", "c k"), ("k", "k"), ("k", "a k"), ("a k", "b c k")]),
+)
 def inner(call: Call) -> Spec | None:
     """z[a, b] = sum over k of x[a, k] y[b, k]"""
     x, y = call["self"], call["other"]
@@ -292,7 +294,7 @@ def _bilinear_part(local: Local) -> Call:
 
 def _chain_samples(rng: Random) -> Sample:
     sizes = [rng.randint(1, 6) for _ in range(rng.randint(3, 5))]
-    shapes: list[tuple[int, ...]] = list(zip(sizes, sizes[1:], strict=False))
+    shapes: list[tuple[int, ...]] = list(pairwise(sizes))
     if rng.random() < 0.3:
         shapes[0] = shapes[0][1:]
     if rng.random() < 0.3:
@@ -308,89 +310,6 @@ def multi_dot(call: Call) -> Spec:
     ins[0], ins[-1] = ins[0][2 - operands[0].ndim :], ins[-1][: operands[-1].ndim]
     out = ins[0][:-1] + ins[-1][1:]
     return product(call, dict(zip(call.tensors, ins, strict=True)), out)
-
-
-# -- tensordot and einsum
-
-
-def _tensordot_samples(rng: Random) -> Sample:
-    a = random_shape(rng, 1, 4, 5)
-    count = rng.randint(0, min(len(a), 2))
-    left = rng.sample(range(len(a)), count)
-    rest = [rng.randint(1, 4) for _ in range(rng.randint(0, 2))]
-    places = rng.sample(range(count + len(rest)), count)
-    b, spare = [0] * (count + len(rest)), iter(rest)
-    for place, dim in zip(places, left, strict=True):
-        b[place] = 1 if rng.random() < 0.1 else a[dim]
-    b = [n or next(spare) for n in b]
-    return Sample(lambda x, y: torch.tensordot(x, y, (left, places)), (a, tuple(b)), label=f"tensordot {left} {places}")
-
-
-@rule(aten.tensordot.default, samples=_tensordot_samples)
-def tensordot(call: Call) -> Spec:
-    """z[a, b] = sum over k of x[a, k] y[b, k], k some dims of each"""
-    x, y = call["self"], call["other"]
-    left, right = wrap_all(call["dims_self"], x.ndim), wrap_all(call["dims_other"], y.ndim)
-    a, b = names(x.ndim), names(y.ndim, x.ndim)
-    for i, j in zip(left, right, strict=True):
-        b[j] = a[i]
-    out = [n for i, n in enumerate(a) if i not in left] + [n for j, n in enumerate(b) if j not in right]
-    return product(call, {"self": a, "other": b}, out)
-
-
-def parse_einsum(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """The names of the dims of every operand and of the result; dims of an ellipsis are ``0``, ``1``, ... from the left.
-
-    >>> parse_einsum("b...c,cd", [4, 2])
-    ([['b', '0', '1', 'c'], ['c', 'd']], ['0', '1', 'b', 'd'])
-    >>> parse_einsum("ij,kj->ik", [2, 2])
-    ([['i', 'j'], ['k', 'j']], ['i', 'k'])
-    """
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    most = max(n - len(t.replace("...", "")) for t, n in zip(terms, ndims, strict=True))
-    dots = [str(i) for i in range(most if "..." in left else 0)]
-
-    def dims(term: str, count: int) -> list[str]:
-        before, _, after = term.partition("...")
-        return [*before, *(dots[len(dots) - count :] if "..." in term else ()), *after]
-
-    ins = [dims(t, n - len(t.replace("...", ""))) for t, n in zip(terms, ndims, strict=True)]
-    if arrow:
-        return ins, dims(right, len(dots))
-    letters = [n for term in ins for n in term if n not in dots]
-    return ins, [*dots, *sorted(n for n in set(letters) if letters.count(n) == 1)]
-
-
-_EQUATIONS = (
-    "bid,bjd->bij", "bij,bjd->bid", "ncdhw,oc->nodhw", "bhld,bhsd->bhls", "bhls,bhsd->bhld", "ij,jk", "ij,jk,kl->il",
-    "ij->ji", "ij->i", "ij", "ij->", "ii->i", "ii", "bii->bi", "bii->b", "...i,oi->...o", "...ij,...jk->...ik", "i,j->ij",
-    "i,i", "ij,ij->", "b...c,cd", "bnqc,bnqkc->bnqk", "abc,abc->ac", "ij,ik,il->jkl", " i j , j k -> i k ", "iji,j->j",
-)  # fmt: skip
-
-
-def _einsum_samples(rng: Random) -> Sample:
-    equation = rng.choice(_EQUATIONS)
-    extent: dict[str, int] = {}
-    dots = [rng.randint(1, 4) for _ in range(rng.randint(0, 3))]
-    shapes = []
-    for term in equation.replace(" ", "").partition("->")[0].split(","):
-        before, ellipsis, after = term.partition("...")
-        size = lambda name: extent.setdefault(name, rng.randint(1, 6))  # noqa: E731
-        middle = [1 if shapes and rng.random() < 0.2 else n for n in dots] if ellipsis else []
-        shapes.append((*map(size, before), *middle, *map(size, after)))
-    if len(shapes) == 1 and not shapes[0]:
-        shapes = [(1,)]
-    return Sample(lambda *xs: torch.einsum(equation, *xs), tuple(shapes), label=f"einsum {equation}")
-
-
-@rule(aten.einsum.default, samples=_einsum_samples)
-def einsum(call: Call) -> Spec:
-    """What the equation says; a letter that an operand has twice is whole."""
-    ins, out = parse_einsum(call["equation"], [o.ndim for o in call.tensors.values()])
-    twice = {n for dims in ins for n in dims if dims.count(n) > 1}
-    whole = lambda dims: ["." if n in twice else n for n in dims]  # noqa: E731
-    return product(call, {k: whole(d) for k, d in zip(call.tensors, ins, strict=True)}, whole(out))
 
 
 def _kron_samples(rng: Random) -> Sample:

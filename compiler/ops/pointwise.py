@@ -51,25 +51,22 @@ def pointwise_tagged(target: object) -> bool:
 
 fallback_rule(pointwise_tagged, broadcast)
 
+_NAMES = """
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh fix hardswish isclose isreal log_sigmoid negative floor_divide
+    special_digamma special_erf special_erfc special_exp2 special_expit special_expm1 special_gammainc special_gammaincc
+    special_gammaln special_i0 special_log1p special_logit special_multigammaln special_ndtr special_polygamma special_psi
+    special_round special_sinc special_xlogy
+"""
+_PAIRS = "divide greater greater_equal less less_equal multiply not_equal subtract __and__ __or__"
+
 UNTAGGED = (
-    *(
-        getattr(aten, name).default
-        for name in (
-            "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh fix hardswish isclose isreal log_sigmoid negative "
-            "floor_divide special_digamma special_erf special_erfc special_exp2 special_expit special_expm1 special_gammainc "
-            "special_gammaincc special_gammaln special_i0 special_log1p special_logit special_multigammaln special_ndtr "
-            "special_polygamma special_psi special_round special_sinc special_xlogy"
-        ).split()
-    ),
-    *(
-        getattr(getattr(aten, name), overload)
-        for name in "divide greater greater_equal less less_equal multiply not_equal subtract __and__ __or__".split()
-        for overload in ("Tensor", "Scalar")
-    ),
+    *(getattr(aten, name).default for name in _NAMES.split()),
+    *(getattr(getattr(aten, name), overload) for name in _PAIRS.split() for overload in ("Tensor", "Scalar")),
     aten.divide.Tensor_mode, aten.divide.Scalar_mode, aten.rsub.Tensor, aten.true_divide.Scalar, aten.floor_divide.Scalar,
     aten.special_xlogy.other_scalar, aten.special_xlogy.self_scalar, aten.fake_quantize_per_tensor_affine.default,
     aten.fake_quantize_per_tensor_affine.tensor_qparams, aten.ldexp.Tensor, aten.frexp.Tensor, aten._prelu_kernel.default,
 )  # fmt: skip
+"""Elementwise ops without the tag."""
 rule(*UNTAGGED, samples=pointwise_sample)(broadcast)
 
 
@@ -194,7 +191,9 @@ def searchsorted(call: Call) -> Spec:
     table, x = call["sorted_sequence"], call["self"]
     dims = names(x.ndim)
     rows = " ".join([*dims[: table.ndim - 1], "."])
-    return Spec(ins={"sorted_sequence": rows, "self": " ".join(dims), "sorter": rows}, outs=[" ".join(dims)], flops=x.numel)
+    return Spec(
+        ins={"sorted_sequence": rows, "self": " ".join(dims), "sorter": rows}, outs=[" ".join(dims)], flops=x.numel
+    )
 
 
 def _embedding_samples(rng: Random) -> Sample:
@@ -213,4 +212,6 @@ def embedding(call: Call) -> Spec | None:
     dims = names(call["indices"].ndim)
     if call["scale_grad_by_freq"]:  # the gradient counts how often each row is looked up
         dims = [f"[{d}]" for d in dims]
-    return Spec(ins={"indices": " ".join(dims), "weight": ". ."}, outs=[" ".join([*dims, "."])], flops=0, saves=("indices",))
+    return Spec(
+        ins={"indices": " ".join(dims), "weight": ". ."}, outs=[" ".join([*dims, "."])], flops=0, saves=("indices",)
+    )

@@ -66,10 +66,11 @@ def _spec(call: Call, rewrite: Callable[[Call, Emit], Any]) -> Spec:
     """Dims run together through their cells; a dim that is pooled to one output must be seen whole."""
     x, dims = call["self"], _dims(call)
     outs = call.outs[0].shape[-dims:]
-    tokens, maps = {n: n for n in ("n", "c", *spatial(dims))}, {}
+    tokens, maps = {n: n for n in ("n", "c", *spatial(dims))}, dict[str, Spans]()
     for name, extent, out in zip(spatial(dims), x.shape[-dims:], outs, strict=True):
-        maps[name] = Spans.of([(start, stop - 1) for start, stop in cells(extent, out)])
-        tokens[name] = f"[{name}]" if out == 1 else name
+        if out != extent:
+            maps[name] = Spans.of([(start, stop - 1) for start, stop in cells(extent, out)])
+            tokens[name] = f"[{name}]" if out == 1 else name
     pattern = dims_of(x, dims).split()
     ins = " ".join(tokens[n] for n in pattern)
     made = " ".join("." if tokens[n] != n else n for n in pattern)
@@ -165,15 +166,15 @@ def adaptive_avg_pool(call: Call) -> Spec:
 
 def _single(call: Call) -> list[int]:
     """The dims of the input that are pooled to one output."""
-    dims, x = _dims(call), call["self"]
-    return [x.ndim - dims + i for i, n in enumerate(call.outs[0].shape[-dims:]) if n == 1]
+    x, y = call["self"], call.outs[0]
+    return [d for d in range(x.ndim - _dims(call), x.ndim) if y.shape[d] == 1 < x.shape[d]]
 
 
 def _mean(call: Call, emit: Emit) -> Operand:
     """The mean over the dims pooled to one output, then the pool of the others."""
     x, single = call["self"], _single(call)
     y = emit(aten.mean.dim, x, single, True, dtype=torch.float32 if x.dtype in HALVES else None)
-    if any(n > 1 for n in call.outs[0].shape[-_dims(call) :]):
+    if y.shape != call.outs[0].shape:
         y = emit(call.target, y, call["output_size"])
     return y if y.dtype == x.dtype else emit(aten.to.dtype, y, x.dtype)
 
@@ -195,7 +196,7 @@ def _maximum(call: Call, emit: Emit) -> tuple[Operand, Operand]:
     """The pool of the other dims, then the maximum over the dims pooled to one output; among ties the lowest index wins."""
     x, single = call["self"], _single(call)
     first = x.ndim - _dims(call)
-    if len(single) == _dims(call):
+    if all(n == 1 for n in call.outs[0].shape[first:]):
         at = emit(place, x, global_peak(x, single, emit), single)
         return emit(pick_flat, x, at, single), at
     sizes = [x.shape[d] if d in single else call.outs[0].shape[d] for d in range(first, x.ndim)]

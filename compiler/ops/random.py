@@ -36,6 +36,10 @@ def _keep(x: Tensor, p: float, dims: int | None = None) -> Tensor:
     return functions.draw_like(like, STEP, 0, "bernoulli", 1.0 - p, 0.0, torch.bool)
 
 
+def _drawn(x: Tensor, kind: str, a: float, b: float) -> Tensor:
+    return functions.draw_like(x, STEP, 0, kind, a, b, x.dtype)
+
+
 def _dropout_samples(rng: Random) -> Sample:
     shape, p = random_shape(rng, 2, 5), rng.choice([0.2, 0.5, 0.9, 1.0])
     spatial = len(shape) - 2
@@ -69,15 +73,14 @@ def alpha_dropout(call: Call) -> Spec:
 
 
 def _rrelu_samples(rng: Random) -> Sample:
-    draw = lambda x: functions.draw_like(x, STEP, 0, "uniform", 0.1, 0.4, x.dtype)  # noqa: E731
-    ours = lambda x: functions.rrelu(x, draw(x))  # noqa: E731
+    ours = lambda x: functions.rrelu(x, _drawn(x, "uniform", 0.1, 0.4))  # noqa: E731
     return Sample(_either(lambda x: F.rrelu(x, 0.1, 0.4, training=True), ours), (random_shape(rng),), label="rrelu")
 
 
 @rule(functions.rrelu, samples=_rrelu_samples)
 def rrelu(call: Call) -> Spec:
     """y = x where x > 0, else x noise"""
-    return replace(broadcast(call), flops=2 * call.outs[0].numel, saves=("output",))
+    return replace(broadcast(call), flops=2 * call.outs[0].numel, saves=("noise",))
 
 
 def _bernoulli_samples(rng: Random) -> Sample:
@@ -93,8 +96,7 @@ def bernoulli(call: Call) -> Spec:
 
 def _normal_samples(rng: Random) -> Sample:
     shape = random_shape(rng)
-    noise = lambda x: functions.draw_like(x, STEP, 0, "normal", 0.0, 1.0, x.dtype)  # noqa: E731
-    ours = lambda m, s: functions.normal(m, s, noise(m)) + m  # noqa: E731
+    ours = lambda m, s: functions.normal(m, s, _drawn(m, "normal", 0.0, 1.0)) + m  # noqa: E731
     return Sample(_either(lambda m, s: torch.normal(m, s) + m, ours), (shape, shape), {1: positive}, "normal")
 
 
@@ -105,20 +107,19 @@ def normal(call: Call) -> Spec:
 
 
 def _draw_samples(rng: Random) -> Sample:
-    kind, a, b, torch_way = rng.choice(
-        [
-            ("uniform", 0.0, 1.0, torch.rand_like), ("normal", 0.0, 1.0, torch.randn_like),
-            ("uniform", -1.0, 2.0, lambda x: torch.empty_like(x).uniform_(-1, 2)),
-            ("normal", 1.0, 2.0, lambda x: torch.empty_like(x).normal_(1, 2)),
-            ("exponential", 2.0, 0.0, lambda x: torch.empty_like(x).exponential_(2.0)),
-            ("log_normal", 0.0, 0.5, lambda x: torch.empty_like(x).log_normal_(0.0, 0.5)),
-            ("cauchy", 0.0, 1.0, lambda x: torch.empty_like(x).cauchy_()),
-            ("geometric", 0.3, 0.0, lambda x: torch.empty_like(x).geometric_(0.3)),
-            ("integers", -2, 7, lambda x: torch.randint_like(x, -2, 7)),
-            ("bernoulli", 0.3, 0.0, lambda x: torch.empty_like(x).bernoulli_(0.3)),
-        ]
-    )  # fmt: skip
-    ours = lambda x: functions.draw_like(x, STEP, 0, kind, a, b, x.dtype) * x  # noqa: E731
+    choices: list[tuple[str, float, float, Callable[[Tensor], Tensor]]] = [
+        ("uniform", 0.0, 1.0, torch.rand_like), ("normal", 0.0, 1.0, torch.randn_like),
+        ("uniform", -1.0, 2.0, lambda x: torch.empty_like(x).uniform_(-1, 2)),
+        ("normal", 1.0, 2.0, lambda x: torch.empty_like(x).normal_(1, 2)),
+        ("exponential", 2.0, 0.0, lambda x: torch.empty_like(x).exponential_(2.0)),
+        ("log_normal", 0.0, 0.5, lambda x: torch.empty_like(x).log_normal_(0.0, 0.5)),
+        ("cauchy", 0.0, 1.0, lambda x: torch.empty_like(x).cauchy_()),
+        ("geometric", 0.3, 0.0, lambda x: torch.empty_like(x).geometric_(0.3)),
+        ("integers", -2, 7, lambda x: torch.randint_like(x, -2, 7)),
+        ("bernoulli", 0.3, 0.0, lambda x: torch.empty_like(x).bernoulli_(0.3)),
+    ]  # fmt: skip
+    kind, a, b, torch_way = rng.choice(choices)
+    ours = lambda x: _drawn(x, kind, a, b) * x  # noqa: E731
     return Sample(_either(lambda x: torch_way(x) * x, ours), (random_shape(rng),), label=kind)
 
 
