@@ -24,14 +24,34 @@ SHORT = {
 }  # fmt: skip
 
 
+WIDTH = 44
+"""Types longer than this do not push the others to the right."""
+
+
 def listing(program: Program) -> str:
-    """The whole program as text; parameters appear where they are used."""
-    rows = [row for node in program.graph.nodes for row in _row(program, node)]
+    """The whole program as text. Parameters appear where they are used; what only updates buffers is summed up in one line."""
+    aside = _bookkeeping(program)
+    rows = [row for node in program.graph.nodes if node not in aside for row in _row(program, node)]
     name = max((len(r[0]) for r in rows), default=0)
-    kind = max((len(r[1]) for r in rows), default=0)
+    kind = min(WIDTH, max((len(r[1]) for r in rows), default=0))
     lines = [f"mesh {program.mesh}"]
     lines += [f"{a + ':':<{name + 1}} {b:<{kind}} {c}".rstrip() + (f"    {d}" if d else "") for a, b, c, d in rows]
+    if program.updates:
+        lines.append(f"updates: {len(program.updates)} buffers, {', '.join(program.updates[:3])}{', ...' * (len(program.updates) > 3)}")
     return "\n".join(lines + [f"note: {note}" for note in program.notes])
+
+
+def _bookkeeping(program: Program) -> set[fx.Node]:
+    """The nodes that serve nothing but new values of buffers, and send nothing."""
+    needed: set[fx.Node] = set()
+    stack = [n for n in program.graph.nodes if n.op == "placeholder"] + list(program.outputs())
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    aside = {n for n in program.graph.nodes if n not in needed and n.op != "output"}
+    return aside if not any(messages(program, n)[0] for n in aside) else set()
 
 
 def _row(program: Program, node: fx.Node) -> Iterator[tuple[str, str, str, str]]:

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halofx
 from halofx.compiler import random_functions as functions
+from halofx.runtime.comm import current
+from halofx.runtime.shards import gather
 from tests.laws import Op
 
 MESHES = [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"data": 2}, {"data": 2, "depth": 3}, {"depth": 2, "height": 2, "width": 2}]
@@ -26,18 +28,18 @@ def volume(*shape: int) -> Tensor:
 
 def outputs(model: nn.Module, x: Tensor, mesh: halofx.Mesh, steps: int = 2, **options: Any) -> list[Tensor]:
     """What each step returns, gathered, and the gradients of input and parameters; equal on all ranks."""
-    shared = halofx.compile(copy.deepcopy(model), mesh, inputs=[x.shape], **options)
 
     def run(rank: int) -> list[Tensor]:
-        net = shared if rank < 0 else halofx.compile(copy.deepcopy(model), mesh, inputs=[x.shape], **options)
+        net = halofx.compile(copy.deepcopy(model), mesh, inputs=[x.shape], **options)
+        layout = net.instances.input_layout(net.names[0], x.shape)
         found = []
         for _ in range(steps):
-            shard = net.shard(x).requires_grad_()
+            shard = net.shard(x).clone().requires_grad_()
             y = net.gather(net(shard))
             net.zero_grad()
             (y * y).sum().backward()
             assert shard.grad is not None
-            whole = halofx.runtime.shards.gather(shard.grad, *_layout(net, x), mesh, halofx.runtime.comm.current())
+            whole = gather(shard.grad, layout, tuple(x.shape), mesh, current())
             found += [y.detach(), whole, *(p.grad for p in net.parameters() if p.grad is not None)]
         return found
 
@@ -46,10 +48,6 @@ def outputs(model: nn.Module, x: Tensor, mesh: halofx.Mesh, steps: int = 2, **op
         for a, b in zip(ranks[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
     return ranks[0]
-
-
-def _layout(net: Any, x: Tensor) -> tuple[Any, Any]:
-    return net.instances.input_layout(net.names[0], x.shape), tuple(x.shape)
 
 
 def masks(function: Callable[[Tensor], Any], shape: tuple[int, ...], mesh: halofx.Mesh, **options: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halofx.compiler.functional import batch_norm_train, instance_norm_train
-from halofx.compiler.ops.dims import names, pattern
+from halofx.compiler.ops.dims import pattern
 from halofx.compiler.ops.norm_parts import around_zero, grouped, normalize, running, statistics
 from halofx.compiler.rules import Call, Operand, Sample, Spec, rule
 
@@ -233,6 +233,3 @@ def _by_root(call: Call, emit: Emit) -> Operand:
     x, dims = call["input"], tuple(range(_first(call), call["input"].ndim))
     moments = emit(around_zero, emit(statistics, x, dims))
     return _normalized(call, emit, x, moments, dims, dims[0])
-
-
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "names", "rms_norm"]
