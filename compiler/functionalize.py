@@ -70,7 +70,7 @@ class Functionalizer:
             node = self.views[node].parent
         value = self.values[node][1]
         for view in reversed(chain):
-            value = self._derive(self.views[view], value, self.values.get(view))
+            value = self._derive(view, self.views[view].steps, value)
             self.values[view] = (self._version(view), value)
         return value
 
@@ -101,19 +101,20 @@ class Functionalizer:
         known = self.values.get(node)
         return known is not None and (node not in self.views or known[0] == self._version(node))
 
-    def _derive(self, view: View, value: fx.Node, last: tuple[int, fx.Node] | None = None) -> fx.Node:
-        """The view of a value. A detached view has a history of its own: it keeps that of its ``last`` value."""
-        for step in view.steps:
+    def _derive(self, node: fx.Node, steps: tuple[Step, ...], value: fx.Node) -> fx.Node:
+        """The recorded view ``node`` of a value. A detached view keeps the history of gradients of its last value."""
+        last = self.values.get(node)
+        for index, step in enumerate(steps):
             if step is DETACH and last is not None and self._grad[last[1]]:
-                value = self.emit(functional.replace_value, (last[1], value))
+                value = self.emit(functional.replace_value, (last[1], value), val=value.meta["val"])
             else:
-                value = self._step(step, value)
+                value = self._step(step, value, node.meta["val"] if index == len(steps) - 1 else None)
         return value
 
-    def _step(self, step: Step, value: fx.Node) -> fx.Node:
-        if step is DETACH and not self._grad[value]:
-            return value
-        return self.emit(step.op, (value, *step.tail))
+    def _step(self, step: Step, value: fx.Node, val: Any = None) -> fx.Node:
+        if step is DETACH:
+            return self.emit(step.op, (value,), val=value.meta["val"]) if self._grad[value] else value
+        return self.emit(step.op, (value, *step.tail), val=val)
 
     def _invert(self, view: View, old: fx.Node, value: fx.Node) -> fx.Node:
         """The parent's new value, given its old one and the new value of the view: steps are undone last to first."""
@@ -127,7 +128,7 @@ class Functionalizer:
     def _invert_step(self, step: Step, parent: fx.Node, value: fx.Node) -> fx.Node:
         if step is DETACH:
             if self._grad[parent]:
-                return self.emit(functional.replace_value, (parent, value))
+                return self.emit(functional.replace_value, (parent, value), val=parent.meta["val"])
             return self._step(DETACH, value)
         found = inverse(step, parent.meta["val"], value.meta["val"])
         if found is None:
@@ -136,7 +137,8 @@ class Functionalizer:
                 "exactly; write to a clone instead"
             )
         kind, op, tail = found
-        return self.emit(op, (parent, value, *tail) if kind == "scatter" else (value, *tail))
+        args = (parent, value, *tail) if kind == "scatter" else (value, *tail)
+        return self.emit(op, args, val=parent.meta["val"])
 
     def _check_writable(self, node: fx.Node) -> None:
         opaque = self._opaque.get(node.meta["storage"])
@@ -222,7 +224,7 @@ class Functionalizer:
     def _value(self, node: fx.Node, found: tuple[fx.Node, tuple[Step, ...]] | None) -> fx.Node:
         """The value of an op that is no view of what it reads; a list of mere views has none."""
         if found is not None:
-            value = self._derive(View(found[0], found[1]), self.read(found[0]))
+            value = self._derive(node, found[1], self.read(found[0]))
         elif node.target is aten.as_strided.default:
             value = self._strided(node)
         else:
@@ -302,7 +304,7 @@ class Functionalizer:
         if self._here.meta["grad"]:
             return value
         if self._grad[old]:
-            return self.emit(functional.replace_value, (old, value))
+            return self.emit(functional.replace_value, (old, value), val=want)
         return self._step(DETACH, value)
 
     def _check_expandable(self, have: Tensor, want: Tensor) -> None:

@@ -49,6 +49,7 @@ def compile(
     thin: str = "whole",
     seed: int = 0,
     bucket: int = 4 << 20,
+    batchnorm: str = "global",
 ) -> Net:
     """Compile a model for a mesh: the result runs as one SPMD program, exactly equal to the model on one device.
 
@@ -65,6 +66,8 @@ def compile(
             keeps it (some ranks hold nothing).
         seed: what dropout masks and other random numbers depend on, besides the call and the global index.
         bucket: bytes of gradients that are summed in one message.
+        batchnorm: the statistics of batch norms in training: ``"global"``, of the whole batch, or ``"replica"``, of the samples
+            of each coordinate of ``data`` (all of space), as DistributedDataParallel has them.
 
     Raises:
         CompileError: the model cannot be captured or compiled exactly; names the node and the line.
@@ -78,5 +81,7 @@ def compile(
         )
     if thin not in ("whole", "split"):
         raise ValueError(f"thin={thin!r} is neither 'whole' nor 'split'")
-    options = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket}
+    if batchnorm not in ("global", "replica"):
+        raise ValueError(f"batchnorm={batchnorm!r} is neither 'global' nor 'replica'")
+    options = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket, "batchnorm": batchnorm}
     return Net(model, mesh, build, loss, inputs, targets, options)

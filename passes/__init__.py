@@ -18,12 +18,14 @@ from halofx.passes.insert_varies import insert_varies
 from halofx.passes.merge_gradients import merge_gradients
 from halofx.passes.merge_movements import merge_movements
 from halofx.passes.plan_splits import plan_splits
+from halofx.passes.plan_statistics import plan_statistics
 from halofx.passes.seed_random import seed_random
 
 PIPELINE: tuple[Callable[[Program], None], ...] = (
     seed_random,
     infer_gradients,
     infer_inputs,
+    plan_statistics,
     infer_rules,
     infer_homes,
     decompose_split,

@@ -311,7 +311,7 @@ class Instances:
         """The number that all random draws of this call depend on: the seed and the count of calls that drew."""
         if not instance.random:
             return []
-        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+        if torch._C._current_graph_task_id() != -1:
             raise HalofxError(
                 "the net draws random numbers (dropout) and was called again in a backward pass, as activation checkpointing "
                 "does: it would draw others than before; checkpoint inside the model, or call net.eval()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
 import halofx.compiler.ops  # noqa: F401
 from halofx.compiler.emit import name_of
@@ -34,9 +35,12 @@ def test_law(name: str) -> None:
 
 
 def test_every_rule_has_samples() -> None:
+    """Every op of torch, that is: functions of ours stand in graphs only where an op of torch was decomposed."""
     missing = [
         name_of(target)
         for target, entry in RULES.items()
-        if entry.samples is None and entry.function.__module__ != "halofx.compiler.ops.pointwise"
+        if entry.samples is None
+        and isinstance(target, torch._ops.OpOverload)
+        and entry.function.__module__ != "halofx.compiler.ops.pointwise"
     ]
     assert not missing, f"entries without samples: {missing}"

@@ -2,8 +2,9 @@
 
     logits [n, C, d, h, w], classes y [n, d, h, w], weights w [C]
 
-    mean = sum of w[y] * loss / sum of w[y],  both over the voxels that are not ignored, of the whole batch:
-    every rank adds up (numerator, denominator) of its voxels, one all-reduce of two numbers, then the ratio.
+    mean = sum of w[y] * loss / sum of w[y],  both over the voxels of the whole batch that are not ignored
+
+Every rank adds up numerator and denominator of its voxels: one all-reduce of two numbers, then the ratio.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from halofx.compiler.ops.dims import names
 from halofx.compiler.ops.loss import MEAN, REDUCTIONS, reduced
 from halofx.compiler.ops.reduce import wide_dtype
-from halofx.compiler.ops.samples import integers, positive
+from halofx.compiler.ops.samples import Make, integers, positive
 from halofx.compiler.rules import Call, Operand, Sample, Spec, rule
 
 if TYPE_CHECKING:
@@ -38,21 +39,25 @@ def _samples(probabilities: bool, rng: Random) -> Sample:
     logits, places = (*batch, classes, *space), (*batch, *space)
     weighted, smoothing = rng.random() < 0.4, rng.choice([0.0, 0.0, 0.2])
     ignore = rng.choice([-100, -1, 1, "all"])
+    shapes: list[tuple[int, ...]]
+    make: dict[int, Make]
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
     if probabilities:
-        shapes, make = (logits, logits), {1: positive}
+        shapes, make = [logits, logits], {1: positive}
     else:
         low = -1 if ignore == -1 else 0
         target = integers(1, 2) if ignore == "all" else integers(low, classes)
-        shapes, make = (logits, places), {1: target}
+        shapes, make = [logits, places], {1: target}
         options["ignore_index"] = 1 if ignore == "all" else ignore
     if weighted:
-        shapes, make = (*shapes, (classes,)), {**make, 2: positive}
+        shapes, make = [*shapes, (classes,)], {**make, 2: positive}
 
     def function(x: Tensor, y: Tensor, *w: Tensor) -> Tensor:
-        return F.cross_entropy(x, y, *[v.detach() for v in w], **options)
+        return F.cross_entropy(x, y, w[0].detach() if w else None, **options)
 
-    return Sample(function, shapes, make, f"cross_entropy {options} probabilities={probabilities} weight={weighted}")
+    return Sample(
+        function, tuple(shapes), make, f"cross_entropy {options} probabilities={probabilities} weight={weighted}"
+    )
 
 
 def _any_target(rng: Random) -> Sample:
@@ -66,7 +71,9 @@ def _nll_samples(rng: Random) -> Sample:
 
     def function(x: Tensor, y: Tensor, *w: Tensor) -> Tensor:
         weight = w[0].detach() if w else None
-        return F.nll_loss(F.log_softmax(x, 0 if x.dim() == 1 else 1), y, weight, ignore_index=ignore, reduction=reduction)
+        return F.nll_loss(
+            F.log_softmax(x, 0 if x.dim() == 1 else 1), y, weight, ignore_index=ignore, reduction=reduction
+        )
 
     return Sample(function, sample.shapes, make, f"nll {reduction} ignore={ignore}")
 
@@ -113,11 +120,15 @@ def _mean_of_classes(call: Call, emit: Emit) -> Operand:
     """The ratio of two sums over all voxels."""
     smoothing = call.args.get("label_smoothing")
     log = call.target is aten.cross_entropy_loss.default
-    sums = emit(class_sums, call["self"], call["target"], call["weight"], call["ignore_index"], smoothing if log else None)
+    sums = emit(
+        class_sums, call["self"], call["target"], call["weight"], call["ignore_index"], smoothing if log else None
+    )
     return emit(ratio, sums, call["self"].dtype)  # type: ignore[no-any-return]
 
 
-def class_sums(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float | None) -> Tensor:
+def class_sums(
+    self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float | None
+) -> Tensor:
     """(weighted sum of the losses, sum of the weights) of a part: [2]; ``smoothing=None`` for log-probabilities."""
     dtype = wide_dtype(self.dtype)
     if not self.numel():
@@ -129,10 +140,11 @@ def class_sums(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index
             self, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
         )
     counted = target != ignore_index
-    if weight is None:
-        total = counted.sum().to(dtype)
+    if weight is not None:
+        weights = weight.gather(0, torch.where(counted, target, 0).flatten()).view_as(target)
+        total = torch.where(counted, weights, 0).sum(dtype=dtype)
     else:
-        total = torch.where(counted, weight.gather(0, torch.where(counted, target, 0).flatten()).view_as(target), 0).sum(dtype=dtype)
+        total = counted.sum().to(dtype)
     return torch.stack([loss.sum(dtype=dtype), total])
 
 

@@ -5,6 +5,8 @@
     tied           2 equal it    | 1          -> 3         gradient of every one that equals it: g / 3
     place          1             | 4          -> 1         max over a dim, argmax: the first index that has it
     pick           x[1]          | 0          -> x[1]      gradient of that one: g
+
+Comparing, sending and counting need no gradient, so infinities and NaN go as they go on one device.
 """
 
 from __future__ import annotations
@@ -138,13 +140,15 @@ def argmax(call: Call) -> Spec:
     x = call["self"]
     dims = dims_of(call["dim"], x.ndim)
     rewrite = partial(_first_index, largest=call.target is aten.argmax.default)
-    return Spec({"self": pattern(x.ndim, dims)}, [kept(x.ndim, dims, call["keepdim"])], decompose=rewrite, flops=x.numel)
+    return Spec(
+        {"self": pattern(x.ndim, dims)}, [kept(x.ndim, dims, call["keepdim"])], decompose=rewrite, flops=x.numel
+    )
 
 
 # what they become over split dims
 
 
-def global_peak(x: Operand, dims: Sequence[int], emit: Emit, largest: bool = True) -> Operand:
+def global_peak(x: Operand, dims: tuple[int, ...], emit: Emit, largest: bool = True) -> Operand:
     """The extreme of ``x`` over ``dims`` (kept with extent 1), without a gradient."""
     return emit(peak, emit(aten.detach.default, x), dims, largest)  # type: ignore[no-any-return]
 
@@ -154,7 +158,7 @@ def _extreme(call: Call, emit: Emit, largest: bool, nan: str) -> Operand:
     return extreme(call["self"], dims, bool(call.args.get("keepdim", False)), emit, largest, nan)
 
 
-def extreme(x: Operand, dims: Sequence[int], keepdim: bool, emit: Emit, largest: bool, nan: str) -> Operand:
+def extreme(x: Operand, dims: tuple[int, ...], keepdim: bool, emit: Emit, largest: bool, nan: str) -> Operand:
     """The extreme of ``x`` over ``dims`` with its gradient; ``nan`` says who gets it when the extreme is NaN.
 
     ``"spread"``: all of them NaN; ``"tie"``: NaN counts as equal to NaN; ``"drop"``: nobody, zeros.
@@ -178,7 +182,7 @@ def _first_index(call: Call, emit: Emit, largest: bool) -> Operand:
     return emit(settle, emit(place, x, m, dims), None, dims, call["keepdim"])  # type: ignore[no-any-return]
 
 
-def peak(self: Tensor, dims: Sequence[int], largest: bool) -> Tensor:
+def peak(self: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
     """The extreme of a part [.., d, ..] -> [.., 1, ..]; of an empty part what is beyond every number."""
     if self.numel():
         return self.amax(dims, True) if largest else self.amin(dims, True)
@@ -202,7 +206,7 @@ def _equal(x: Tensor, peak: Tensor, nan: bool) -> Tensor:
     return (x == peak) | (x.isnan() & peak.isnan()) if nan else x == peak
 
 
-def tied(self: Tensor, peak: Tensor, dims: Sequence[int], nan: bool) -> Tensor:
+def tied(self: Tensor, peak: Tensor, dims: tuple[int, ...], nan: bool) -> Tensor:
     """(sum, number) of those in this part that equal the extreme: [2, .., 1, ..]."""
     mask = _equal(self, peak, nan)
     dtype = wide_dtype(self.dtype)
@@ -222,7 +226,7 @@ def _tied(call: Call) -> Spec:
 
 
 def settle(
-    value: Tensor, shares: Tensor | None, dims: Sequence[int], keepdim: bool, drop_nan: bool = False
+    value: Tensor, shares: Tensor | None, dims: tuple[int, ...], keepdim: bool, drop_nan: bool = False
 ) -> Tensor:
     """``value`` with the gradient of sum / number of those that equal it, dims of extent 1 dropped unless kept."""
     if shares is not None:
@@ -241,7 +245,7 @@ def _settle(call: Call) -> Spec:
 
 
 def place(
-    self: Tensor, peak: Tensor, dims: Sequence[int], starts: Sequence[int] = (), extents: Sequence[int] = ()
+    self: Tensor, peak: Tensor, dims: tuple[int, ...], starts: Sequence[int] = (), extents: Sequence[int] = ()
 ) -> Tensor:
     """The first index (over ``dims`` in row-major order) at which this part equals the extreme: [.., 1, ..]."""
     shape = [1 if i in dims else n for i, n in enumerate(self.shape)]

@@ -105,12 +105,18 @@ def _weighted(name: str, rng: Random) -> Sample:
     make = {0: positive, 1: positive, 2: positive}
     if name == "logits":
         make.pop(0)
-        key = rng.choice(["weight", "pos_weight"])
-        function: Any = lambda x, y, *w: F.binary_cross_entropy_with_logits(  # noqa: E731
-            x, y, reduction=reduction, **{key: v.detach() for v in w}
-        )
+        first = rng.random() < 0.5
+
+        def function(x: Tensor, y: Tensor, *w: Tensor) -> Tensor:
+            fixed = w[0].detach() if w else None
+            weight, pos_weight = (fixed, None) if first else (None, fixed)
+            return F.binary_cross_entropy_with_logits(x, y, weight, reduction=reduction, pos_weight=pos_weight)
+
     else:
-        function = lambda x, y, *w: F.binary_cross_entropy(x, y, *[v.detach() for v in w], reduction=reduction)  # noqa: E731
+
+        def function(x: Tensor, y: Tensor, *w: Tensor) -> Tensor:
+            return F.binary_cross_entropy(x, y, w[0].detach() if w else None, reduction=reduction)
+
     shapes = (shape, shape) if how == 0 else (shape, shape, weight)
     return Sample(function, shapes, {i: m for i, m in make.items() if i < len(shapes)}, f"bce {name} {reduction}")
 
@@ -129,7 +135,8 @@ def _three(rng: Random) -> Sample:
     samples=partial(
         _pair,
         {
-            "mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": partial(F.smooth_l1_loss, beta=0.6), "huber": partial(F.huber_loss, delta=0.7),
+            "mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": partial(F.smooth_l1_loss, beta=0.6),
+            "huber": partial(F.huber_loss, delta=0.7),
         },
         {}, True,
     ),
@@ -212,7 +219,9 @@ def _vectors(name: str, rng: Random) -> Sample:
         shapes, make = ((*lead, n, c),) * 3, {}
     elif name == "multi":
         p, weighted = rng.choice([1, 2]), rng.random() < 0.4
-        function = lambda x, y, *w: F.multi_margin_loss(x, y, p, 1.1, *[v.detach() for v in w], reduction=reduction)  # noqa: E731
+        function = lambda x, y, *w: F.multi_margin_loss(  # noqa: E731
+            x, y, p, 1.1, w[0].detach() if w else None, reduction=reduction
+        )
         shapes = ((c,), ()) if one else ((n, c), (n,))
         make = {1: target, 2: positive}
         shapes = (*shapes, (c,)) if weighted else shapes

@@ -4,11 +4,13 @@
     moments         (3, mean, M2)                   (2, mean, M2)         M2 = sum of (x - mean)^2
     merged          (5, mean, M2) on both           Chan, Golub, LeVeque 1983: no cancellation at large means
     var             M2 / (5 - correction)
+
+Norms have statistics of their own (`halofx.compiler.ops.norm_parts`), in float64 and frugal. These here are those of torch, for
+which equal numbers have no variance at all: the gradient of a standard deviation divides by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def moments(self: Tensor, dims: Sequence[int]) -> Tensor:
+def moments(self: Tensor, dims: tuple[int, ...]) -> Tensor:
     """(count, mean, sum of squares around the mean) of a part over ``dims``: [3, .., 1, ..], halves in float32.
 
     Exact for equal numbers: their mean is the number, their squares are zero.
@@ -48,7 +50,9 @@ def _moments(call: Call) -> Spec:
     return Spec({"self": " ".join(names(x.ndim))}, [out], reduce="moments", flops=4 * x.numel, saves=("self",))
 
 
-def spread(self: Tensor, dims: Sequence[int], keepdim: bool, correction: float, root: bool, dtype: torch.dtype) -> Tensor:
+def spread(
+    self: Tensor, dims: tuple[int, ...], keepdim: bool, correction: float, root: bool, dtype: torch.dtype
+) -> Tensor:
     """The variance, or its root, from merged moments [3, .., 1, ..]; the root of zero has the gradient 0."""
     var = self[2] / (self[0].detach() - correction)
     if root:
@@ -57,12 +61,12 @@ def spread(self: Tensor, dims: Sequence[int], keepdim: bool, correction: float, 
     return _finish(var, dims, keepdim, dtype)
 
 
-def center(self: Tensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+def center(self: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
     """The mean from merged moments [3, .., 1, ..]."""
     return _finish(self[1], dims, keepdim, dtype)
 
 
-def _finish(x: Tensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+def _finish(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
     return (x if keepdim else x.squeeze(dims)).to(dtype)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from halofx.compiler.functional import batch_norm_train, instance_norm_train
 from halofx.compiler.ops.dims import pattern
 from halofx.compiler.ops.norm_parts import around_zero, grouped, normalize, running, statistics
+from halofx.compiler.ops.reduce import wide_dtype
 from halofx.compiler.rules import Call, Operand, Sample, Spec, rule
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _over(dims: Callable[[Operand], tuple[int, ...]], first: int) -> Decompose:
 
 
 def _normalized(call: Call, emit: Emit, x: Operand, moments: Operand, dims: Any, first: int) -> Operand:
-    eps = call["eps"] if call["eps"] is not None else torch.finfo(x.dtype).eps
+    eps = call["eps"] if call["eps"] is not None else torch.finfo(wide_dtype(x.dtype)).eps
     made: Operand = emit(normalize, x, moments, call["weight"], call.args.get("bias"), eps, tuple(dims), first)
     return made
 

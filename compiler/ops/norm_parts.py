@@ -34,7 +34,18 @@ def shifted(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     shift = (shift - (mean - high) * scale).to(dtype)  # what `high` rounded away
     if torch.is_grad_enabled():  # inside a second derivative
         return (x - high) * scale.to(dtype) + shift
-    return (x - high).mul_(scale.to(dtype)).add_(shift)
+    return _apart(x, high).mul_(scale.to(dtype)).add_(shift)
+
+
+def _apart(x: Tensor, high: Tensor) -> Tensor:
+    """``x - high`` in new memory."""
+    wide = x.to(high.dtype)
+    return x - high if wide is x or torch.is_grad_enabled() else wide.sub_(high)
+
+
+def _times(fresh: Tensor, other: Tensor) -> Tensor:
+    """The product, in the memory of the first: new memory costs more than the product."""
+    return fresh * other if torch.is_grad_enabled() else fresh.mul_(other)
 
 
 def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -55,7 +66,7 @@ class _Statistics(torch.autograd.Function):
         if x.numel():
             count = math.prod(x.shape[d] for d in dims)
             near = (x.mean(dims, True) if dims else x).to(wide_dtype(x.dtype))
-            rest = x - near
+            rest = _apart(x, near)
             off = _sum(rest, dims) / count  # the digits of the mean that its dtype could not hold
             squares = _sum(rest.square_(), dims) - count * off**2
             out[0], out[1], out[2] = count, near + off, squares.clamp(min=0)
@@ -159,20 +170,23 @@ class _Normalize(torch.autograd.Function):
         need_x, need_mean, need_scale, need_weight, need_bias, _ = ctx.needs_input_grad
         inner = ctx.inner  # the weight comes after the sums over the reduced dims
         through = grad if inner or weight is None else grad * weight
+        product = _times(_apart(x, high), through)
         after = 1.0 if weight is None or not inner else weight.double()
         total = _sum(through, dims)
-        along = _sum(through * (x - high), dims) - (mean - high) * total
-        dx = through * (scale * after).to(through.dtype) if need_x else None
+        along = _sum(product, dims) - (mean - high) * total
         dmean = -(total * scale * after) if need_mean else None
         dscale = along * after if need_scale else None
-        dweight = dbias = None
+        dx = dweight = dbias = None
+        if need_x:
+            factor, memory = (scale * after).to(through.dtype), None if torch.is_grad_enabled() else product
+            dx = torch.mul(through, factor, out=memory).to(x.dtype)
         if need_weight:
-            spread = along * scale if inner else grad * shifted(x, mean, scale, torch.zeros_like(mean))
+            spread = along * scale if inner else _times(shifted(x, mean, scale, torch.zeros_like(mean)), grad)
             dweight = spread.sum_to_size(weight.shape).to(weight.dtype)
         if need_bias:
             shape, dtype = ctx.bias
             dbias = (total if inner else grad).sum_to_size(shape).to(dtype)
-        return dx if dx is None else dx.to(x.dtype), dmean, dscale, dweight, dbias, None
+        return dx, dmean, dscale, dweight, dbias, None
 
 
 def _constant(parameter: Tensor, dims: Sequence[int]) -> bool:

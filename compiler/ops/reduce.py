@@ -4,6 +4,8 @@
     x  d:          0 1 2 3 | 4 5 6           0 1 2 3 | 4 5 6
                    s0      | s1              s0 / 7  | s1 / 7            the extent is the global one
                    s0 + s1 on both           s0 / 7 + s1 / 7
+
+An empty part adds zero and takes part in the backward pass.
 """
 
 from __future__ import annotations
@@ -113,7 +115,10 @@ def sum_(call: Call) -> Spec:
     return summed(call)
 
 
-@rule(aten.nansum.default, samples=partial(_samples, (partial(_with_dtype, torch.nansum, (None,)),), (None, tied_with_nan)))
+@rule(
+    aten.nansum.default,
+    samples=partial(_samples, (partial(_with_dtype, torch.nansum, (None,)),), (None, tied_with_nan)),
+)
 def nansum(call: Call) -> Spec:
     """y[k] = sum over d of x[k, d] where it is a number"""
     return summed(call, saves=("self",))
@@ -138,13 +143,16 @@ def _share_of_mean(local: Local) -> Call:
     )  # fmt: skip
 
 
-def share_of_mean(self: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype) -> Tensor:
+def share_of_mean(self: Tensor, dims: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype) -> Tensor:
     """This part's addend of the mean of ``count`` numbers."""
     total = self.sum(dims, keepdim, dtype=wide_dtype(dtype)) if dims else self.to(wide_dtype(dtype))
     return (total / count).to(dtype)
 
 
-@rule(aten.nanmean.default, samples=partial(_samples, (partial(_with_dtype, torch.nanmean, (None,)),), (None, tied_with_nan)))
+@rule(
+    aten.nanmean.default,
+    samples=partial(_samples, (partial(_with_dtype, torch.nanmean, (None,)),), (None, tied_with_nan)),
+)
 def nanmean(call: Call) -> Spec:
     """y[k] = mean over the d for which x[k, d] is a number"""
     x = call["self"]

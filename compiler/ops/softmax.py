@@ -5,6 +5,8 @@
     e = exp(x - m)  e0 e1         | e2
     s = sum e       s               s
     softmax         e0/s e1/s     | e2/s
+
+Halves are computed in float32, as torch does.
 """
 
 from __future__ import annotations
@@ -70,13 +72,13 @@ def _softmax_spec(call: Call, decompose: Any) -> Spec:
     return Spec({"self": same}, [same], decompose=decompose, flops=5 * x.numel, saves=("output",))
 
 
-def _shifted(x: Operand, dims: Sequence[int], emit: Emit) -> tuple[Operand, Operand]:
+def _shifted(x: Operand, dims: tuple[int, ...], emit: Emit) -> tuple[Operand, Operand]:
     """(x - m, sum of exp(x - m)), in float32 for the halves as torch does inside."""
     centered = emit(shift, x, global_peak(x, dims, emit), dims)
     return centered, emit(aten.sum.dim_IntList, emit(aten.exp.default, centered), dims, True)
 
 
-def shift(self: Tensor, peak: Tensor, dims: Sequence[int]) -> Tensor:
+def shift(self: Tensor, peak: Tensor, dims: tuple[int, ...]) -> Tensor:
     """``self - peak``, halves in float32."""
     dtype = wide_dtype(self.dtype)
     return self.to(dtype) - peak.to(dtype)
@@ -107,7 +109,7 @@ def _log_softmax(call: Call, emit: Emit) -> Operand:
     return _cast(emit(aten.sub.Tensor, centered, emit(aten.log.default, total)), out, emit)
 
 
-@rule(aten.logsumexp.default, samples=_lse_samples)
+@rule(aten.logsumexp.default, aten.special_logsumexp.default, samples=_lse_samples)
 def logsumexp(call: Call) -> Spec | None:
     """y[k] = log sum over d of exp(x[k, d])"""
     x = call["self"]
@@ -134,7 +136,7 @@ def finite(self: Tensor) -> Tensor:
 rule(finite)(broadcast)
 
 
-def log_plus(total: Tensor, peak: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+def log_plus(total: Tensor, peak: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """``log(total) + peak`` without the dims of extent 1 unless kept."""
     y = (total.log() + peak.to(total.dtype)).to(peak.dtype)
     return y if keepdim else y.squeeze(dims)

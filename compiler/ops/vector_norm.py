@@ -4,14 +4,14 @@
     p = 0, 1            |x0| + |x1|            | |x2|             one all-reduced sum
     p = inf             max(|x0|, |x1|)        | |x2|             as amax: gradient in even shares among ties
     other p > 0         |x0|^p + |x1|^p        | |x2|^p           the root of the all-reduced sum
+
+Norms of matrices other than that of all their numbers see their two dims whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,9 @@ from torch import Tensor
 from halofx.compiler.functional import replace_value
 from halofx.compiler.ops.dims import names, pattern
 from halofx.compiler.ops.extreme import extreme
-from halofx.compiler.ops.pointwise import broadcast
 from halofx.compiler.ops.reduce import dims_of, kept, wide_dtype
 from halofx.compiler.ops.samples import random_dim, random_dims, random_shape, ties
-from halofx.compiler.rules import RULES, Call, Operand, Sample, Spec, rule
+from halofx.compiler.rules import Call, Operand, Sample, Spec, rule
 
 if TYPE_CHECKING:
     from halofx.compiler.emit import Emit
@@ -82,18 +81,13 @@ def _samples(rng: Random) -> Sample:
             lambda x: x.norm(p),
             lambda x: torch.linalg.norm(x, dim=dims if isinstance(dims, int) else None),
             lambda x: torch.linalg.norm(x, q, dim=dims if isinstance(dims, int) else pair, keepdim=keep),
-            lambda x: torch.linalg.matrix_norm(x, rng_free(q, "fro"), dim=pair, keepdim=keep),
+            lambda x: torch.linalg.matrix_norm(x, "fro" if q == 1 else q, dim=pair, keepdim=keep),
             lambda x: aten.norm.ScalarOpt_dim(x, p, [dims] if isinstance(dims, int) else dims or [], keep),
             lambda x: aten.frobenius_norm.dim(x, pair, keep),
             lambda x: F.normalize(x, p=abs(p) or 1, dim=pair[0]),
         ]
     )
     return Sample(function, (shape,), rng.choice([{}, {0: ties}]), f"norm {p} {q} {dims} {keep} {pair}")
-
-
-def rng_free(order: Any, other: Any) -> Any:
-    """One of two orders, decided by the first."""
-    return other if order == 1 else order
 
 
 def _pair_samples(rng: Random) -> Sample:
@@ -106,7 +100,9 @@ def _pair_samples(rng: Random) -> Sample:
         lambda x, y: torch.dist(x, y, p or 1.0),  # torch has no gradient of the one with p = 0
     ]
     which = rng.randrange(3)
-    return Sample(functions[which], (shape, other), rng.choice([{}, {0: ties, 1: ties}]), f"pair {which} {dim} {p} {keep}")
+    return Sample(
+        functions[which], (shape, other), rng.choice([{}, {0: ties, 1: ties}]), f"pair {which} {dim} {p} {keep}"
+    )
 
 
 # the norms
@@ -139,13 +135,13 @@ def _norm(call: Call, emit: Emit) -> Operand:
     return emit(root, total, form.p, form.dims, form.keepdim, dtype)  # type: ignore[no-any-return]
 
 
-def power_sum(self: Tensor, p: float, dims: Sequence[int]) -> Tensor:
+def power_sum(self: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
     """The sum of ``|x|^p`` over a part [.., d, ..] -> [.., 1, ..]; zeros have no gradient."""
     x = self.to(wide_dtype(self.dtype))
     if p == 2:
-        return (x * x).sum(dims, True)
+        return x.square().sum(dims, True)
     zero = x == 0
-    return torch.where(zero, 0, torch.where(zero, 1, x).abs() ** p).sum(dims, True)
+    return torch.where(zero, 0, torch.where(zero, 1, x).abs().pow(p)).sum(dims, True)
 
 
 @rule(power_sum)
@@ -155,7 +151,7 @@ def _power_sum(call: Call) -> Spec:
     return Spec({"self": " ".join(names(x.ndim))}, [out], reduce="sum", flops=2 * x.numel, saves=("self",))
 
 
-def root(self: Tensor, p: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+def root(self: Tensor, p: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
     """``self ** (1 / p)`` [.., 1, ..], without the dims of extent 1 unless kept; the root of zero has the gradient 0."""
     zero = self == 0
     safe = torch.where(zero, 1, self)
@@ -186,7 +182,7 @@ def _renorm_sample(rng: Random) -> Sample:
 # of two tensors
 
 
-def _two(call: Call, first: str, second: str, dims: Sequence[int], keepdim: bool, **more: Any) -> Spec:
+def _two(call: Call, first: str, second: str, dims: tuple[int, ...], keepdim: bool, **more: Any) -> Spec:
     """A reduction over ``dims`` of the broadcast shape of two tensors."""
     a, b = call[first], call[second]
     shape = torch.broadcast_shapes(a.shape, b.shape)
@@ -218,13 +214,11 @@ def _cosine(call: Call, emit: Emit) -> Operand:
         x = x if x.dtype == call.outs[0].dtype else emit(aten.to.dtype, x, call.outs[0].dtype)
         length = emit(aten.linalg_vector_norm.default, x, 2, dim, True)
         # torch raises small norms to eps behind the back of autograd
-        length = emit(replace_value, length, emit(aten.clamp_min.default, emit(aten.detach.default, length), call["eps"]))
+        length = emit(
+            replace_value, length, emit(aten.clamp_min.default, emit(aten.detach.default, length), call["eps"])
+        )
         units.append(emit(aten.div.Tensor, x, length))
     return emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, *units), dim)  # type: ignore[no-any-return]
-
-
-if replace_value not in RULES:
-    rule(replace_value)(broadcast)
 
 
 @rule(aten.pairwise_distance.default, samples=_pair_samples)
@@ -267,7 +261,8 @@ def cdist(call: Call) -> Spec:
 
 def _cdist_sample(rng: Random) -> Sample:
     batch, width = random_shape(rng, 0, 2, 4), rng.randint(1, 4)
-    first, second = (*batch, rng.randint(1, 6), width), (*(1 if rng.random() < 0.2 else n for n in batch), rng.randint(1, 6), width)
+    other = tuple(1 if rng.random() < 0.2 else n for n in batch)
+    first, second = ((*lead, rng.randint(1, 6), width) for lead in (batch, other))
     p = rng.choice([1.0, 2.0, 3.0])
     return Sample(lambda x, y: torch.cdist(x, y, p), (first, second), label=f"cdist {p}")
 

@@ -1,8 +1,9 @@
-"""Ops that look along one dim as a whole, and leave the others alone: sorting, order statistics, running sums; differences.
+"""Ops that look along one dim as a whole, and leave the others alone: sorting, order statistics, running sums.
 
     sort over c of [n, c, d@depth]          c whole, n and d as they come: no message
     sort over d of [n, c, d@depth]          d gathered, sorted on every rank, split again by what follows
-    diff over d, n = 1                      o reads o .. o+1: a halo of one plane
+
+That holds for all of them but histograms with given bounds, whose counts add up.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from halofx.compiler.index_map import IndexMap
 from halofx.compiler.ops.dims import names, pattern, wrap
 from halofx.compiler.ops.reduce import dims_of, kept
 from halofx.compiler.ops.samples import integers, random_dim, random_shape, ties
@@ -40,7 +39,8 @@ def _samples(functions: Mapping[str, Any], makes: Sequence[Any], rng: Random) ->
     samples=partial(
         _samples,
         {
-            "sort": torch.sort, "stable": lambda x, d: torch.sort(x, dim=d, stable=True, descending=True), "argsort": torch.argsort,
+            "sort": torch.sort, "argsort": torch.argsort,
+            "stable": lambda x, d: torch.sort(x, dim=d, stable=True, descending=True),
             "argsort_stable": lambda x, d: torch.argsort(x, dim=d, stable=True), "msort": lambda x, d: torch.msort(x),
         },
         (None, integers(0, 4)),
@@ -104,7 +104,9 @@ def median(call: Call) -> Spec:
 
 @rule(
     aten.topk.default,
-    samples=partial(_samples, {"topk": lambda x, d: torch.topk(x, (x.shape[d] + 1) // 2, d, largest=x.dim() > 2)}, (None,)),
+    samples=partial(
+        _samples, {"topk": lambda x, d: torch.topk(x, (x.shape[d] + 1) // 2, d, largest=x.dim() > 2)}, (None,)
+    ),
 )
 def topk(call: Call) -> Spec:
     """The k largest of x[k, d] over d, with where they are; d whole"""
@@ -138,7 +140,11 @@ def _trapezoids(x: Tensor, dim: int) -> Tensor:
     kind = x.numel() % 4
     if kind == 3:
         return torch.cumulative_trapezoid(x, dim=dim)
-    return torch.trapezoid(x, places, dim=dim) if kind == 0 else (torch.trapz if kind == 1 else torch.trapezoid)(x, dim=dim)
+    return (
+        torch.trapezoid(x, places, dim=dim)
+        if kind == 0
+        else (torch.trapz if kind == 1 else torch.trapezoid)(x, dim=dim)
+    )
 
 
 @rule(
@@ -152,41 +158,12 @@ def trapezoid(call: Call) -> Spec | None:
         return None
     dim = wrap(call["dim"], y.ndim)
     out = kept(y.ndim, (dim,), "cumulative" in call.target._schema.name)
-    return Spec({"y": pattern(y.ndim, (dim,)), "x": "."}, [out], flops=3 * y.numel, saves=("y",) if at is not None else ())
+    return Spec(
+        {"y": pattern(y.ndim, (dim,)), "x": "."}, [out], flops=3 * y.numel, saves=("y",) if at is not None else ()
+    )
 
 
-# others
-
-
-def _differences(x: Tensor, dim: int) -> Tensor:
-    n = 1 + x.numel() % 2
-    return torch.diff(x, n, dim) if x.numel() % 5 else torch.diff(x, 1, dim, prepend=x.narrow(dim, 0, 1))
-
-
-@rule(aten.diff.default, samples=partial(_samples, {"diff": _differences}, (None, integers(-3, 3))))
-def diff(call: Call) -> Spec:
-    """y[k, o] = x[k, o+1] - x[k, o], n times: o reads o .. o+n"""
-    x, n = call["self"], call["n"]
-    dim = wrap(call["dim"], x.ndim)
-    joined = [key for key in ("prepend", "append") if key in call.tensors]
-    if joined or n >= x.shape[dim]:
-        ins = {key: pattern(x.ndim, (dim,)).replace(f"[d{dim}]", ".") for key in ("self", *joined)}
-        return Spec(ins, [kept(x.ndim, (dim,), True)], flops=n * x.numel)
-    same = " ".join(names(x.ndim))
-    return Spec({"self": same}, [same], maps={f"d{dim}": IndexMap(1, 1, 0, n)}, flops=n * x.numel)
-
-
-@rule(
-    aten.one_hot.default,
-    samples=partial(_samples, {"one_hot": lambda x, d: F.one_hot(x, 4)}, (integers(0, 4),)),
-)
-def one_hot(call: Call) -> Spec | None:
-    """y[k, c] = 1 if x[k] = c else 0"""
-    x = call["self"]
-    if call["num_classes"] < 0:
-        return None  # the largest class decides
-    same = " ".join(names(x.ndim))
-    return Spec({"self": same}, [f"{same} ."], flops=call.outs[0].numel)
+# all of them
 
 
 def _histogram(x: Tensor, dim: int) -> Tensor:
