@@ -198,13 +198,16 @@ def _python_random(notes: list[str]) -> Iterator[None]:
     """
     numpy = sys.modules.get("numpy")
     before, before_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    yield
-    drawn = random.getstate() != before
-    random.setstate(before)
-    if numpy is not None and before_numpy is not None:
-        after = numpy.random.get_state()
-        drawn = drawn or after[2] != before_numpy[2] or bool((after[1] != before_numpy[1]).any())
-        numpy.random.set_state(before_numpy)
+    drawn = False
+    try:
+        yield
+    finally:
+        drawn = random.getstate() != before
+        random.setstate(before)
+        if numpy is not None and before_numpy is not None:
+            after = numpy.random.get_state()
+            drawn = drawn or after[2] != before_numpy[2] or bool((after[1] != before_numpy[1]).any())
+            numpy.random.set_state(before_numpy)
     message = "the forward draws random numbers from Python or numpy; the captured program would repeat the first draw"
     if drawn and threading.active_count() == 1:
         raise CompileError(f"{message}; draw them with torch, or pass them as inputs")
@@ -245,7 +248,7 @@ def _patched(owner: Any, name: str, ours: Any) -> Iterator[None]:
     class _Chosen:
         apply = staticmethod(lambda *args: (ours if threading.get_ident() == thread else original).apply(*args))
 
-    setattr(owner, name, _Chosen if isinstance(original, type) else chosen)
+    setattr(owner, name, _Chosen if ours is _Direct else chosen)
     try:
         yield
     finally:

@@ -53,6 +53,7 @@ def flatten(tree: Any, what: str) -> tuple[pytree.TreeSpec, tuple[Any, ...], lis
 def rebuild(spec: pytree.TreeSpec, leaves: Sequence[Any], tensors: Iterable[Any]) -> Any:
     """The tree with ``tensors`` in the places of tensors; the inverse of `flatten`.
 
+    >>> import torch
     >>> spec, leaves, tensors = flatten({"a": torch.ones(1), "b": (None, 3)}, "input")
     >>> rebuild(spec, leaves, ["t"])
     {'a': 't', 'b': (None, 3)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,19 +18,24 @@ class Emit:
     """Adds ops before a node, on behalf of it: ``emit(aten.mul.Tensor, x, 2.0)`` returns the result as an `Operand`.
 
     Arguments may be operands; the shapes of the result come from running the op on fake tensors. New nodes take over the
-    source line of ``node`` and are labeled ``<label of node>.<op>`` (an op's own name at the end of the label is dropped).
+    source line of ``node`` and are labeled ``<label of node>.<op>`` (an op's own name at the end of the label is dropped, a
+    second one of a kind is numbered).
     """
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
         self.base = label_of(node).removesuffix(f".{name_of(node.target)}")
+        self.made = Counter[str]()
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         graph = self.node.graph
         unwrap = lambda a: a.node if isinstance(a, Operand) else a  # noqa: E731
         args, kwargs = fx.node.map_aggregate(args, unwrap), fx.node.map_aggregate(kwargs, unwrap)  # type: ignore[assignment]
+        label = f"{self.base}.{name_of(target)}"
+        self.made[label] += 1
+        label += str(self.made[label]) if self.made[label] > 1 else ""
         with graph.inserting_before(self.node):
-            made = new_call(graph, target, args, kwargs, f"{self.base}.{name_of(target)}")
+            made = new_call(graph, target, args, kwargs, label)
         made.meta["source"] = self.node.meta.get("source")
         return operands(made)
 

@@ -56,7 +56,8 @@ class Functionalizer:
             self._node(node)
             if "marked" in node.meta:
                 value = self.read(node)
-                if value.meta.get("maker") is node:
+                made_here = value.meta.get("maker") is node
+                if made_here:
                     value.meta["marked"] = node.meta["marked"]
 
     # -- reading and writing the model of memory
@@ -259,11 +260,8 @@ class Functionalizer:
         return next((n for n in inputs if storage is not None and self._storage(n) == storage), None)
 
     def _is_identity(self, parent: fx.Node, node: fx.Node) -> bool:
-        """Whether a result is its input, as of dropout in eval mode: same memory, same place in it, same type."""
-        a, b = parent.meta["val"], node.meta["val"]
-        if node.target in (aten._conj.default, aten.conj.default, aten._neg_view.default):
-            return False  # the same memory read with other signs
-        return bool(a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype)
+        """Whether a result is its input, as of dropout in eval mode: the same memory read in the same way."""
+        return bool(parent.meta["geometry"] == node.meta["geometry"])
 
     # -- ops that write
 

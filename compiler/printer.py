@@ -129,9 +129,11 @@ def _literal(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if isinstance(value, fx.Node) and is_getitem(value) and value.args[0].target is not vary_all:
-        return f"{label_of(value.args[0])}[{value.args[1]}]"
-    return label_of(value) if isinstance(value, fx.Node) else str(value)
+    if not isinstance(value, fx.Node):
+        return str(value)
+    if is_getitem(value) and source_of(value).target is not vary_all:
+        return f"{label_of(source_of(value))}[{value.args[1]}]"
+    return label_of(value)
 
 
 def _movement(node: fx.Node) -> str:

@@ -43,9 +43,20 @@ class Draws:
         return self._draw(functions.draw_like, part, x, self.rng(), self.op, kind, a, b, dtype or x.dtype)
 
     def new(self, size: Sequence[int], kind: str, a: float, b: float, dtype: Any, part: str = "") -> Operand:
-        """Random numbers of a size, whole on every rank."""
+        """Random numbers of a size: split as the operand of that shape that they meet, else whole on every rank."""
+        like = self._met(tuple(size))
+        if like is not None:
+            return self.like(like, kind, a, b, dtype, part)
         at = (list(size), self.rng(), self.op, kind, a, b, dtype)
         return self._draw(functions.draw, part, *at, device=self.device)
+
+    def _met(self, size: tuple[int, ...]) -> Operand | None:
+        """What the result is first used with, if that has its shape and is there already: ``x + randn(x.shape)``."""
+        for other in (n for user in self.node.users for n in user.all_input_nodes):
+            value = other.meta.get("val")
+            if isinstance(value, Tensor) and tuple(value.shape) == size and other < self.node:
+                return Operand(size, value.dtype, other)
+        return None
 
     def _draw(self, function: Any, part: str, *args: Any, **kwargs: Any) -> Operand:
         made: Operand = self.emit(function, *args, **kwargs)

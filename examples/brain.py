@@ -223,8 +223,9 @@ def check_small(job: Job) -> dict[str, float]:
 
 
 def worst(job: Job, one: Record, many: Record) -> dict[str, float]:
-    """Relative differences by kind, the largest of all ranks."""
-    mine = {kind: difference(one, many, f"{kind}/") for kind in ("loss", "gradient", "state")}
+    """Relative differences by what is compared, the largest of all ranks."""
+    kinds = ("loss", "gradient/1", f"gradient/{job.checked}", "state")
+    mine = {kind: difference(one, many, f"{kind}/") for kind in kinds}
     everyone = share(job.comm, mine)
     return {kind: max(found[kind] for found in everyone) for kind in mine}
 

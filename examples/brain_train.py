@@ -86,7 +86,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, settings: Settings, forward: Forward) -> None:
         self.model, self.forward = model, forward
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate, betas=(0.8, 0.9))
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate, betas=(0.8, 0.9), eps=1e-5)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, settings.rate, total_steps=settings.steps + 1
         )

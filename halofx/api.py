@@ -83,5 +83,6 @@ def compile(
         raise ValueError(f"thin={thin!r} is neither 'whole' nor 'split'")
     if batchnorm not in ("global", "replica"):
         raise ValueError(f"batchnorm={batchnorm!r} is neither 'global' nor 'replica'")
-    options = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket, "batchnorm": batchnorm}
+    options = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket}
+    options["batchnorm"] = batchnorm
     return Net(model, mesh, build, loss, inputs, targets, options)

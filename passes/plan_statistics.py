@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from halofx.compiler.emit import label_of, name_of
 from halofx.compiler.functional import batch_norm_train
 from halofx.compiler.ops.norm_replica import batch_norm_replicas
 from halofx.compiler.program import Program
@@ -29,6 +30,8 @@ def _by_replica(node: fx.Node, replicas: int) -> None:
     given = bind_arguments(node.target, node.args, node.kwargs)
     if not given.pop("training", True) or (node.target is not batch_norm_train and given["running_mean"] is not None):
         return
-    x = given["x"] if "x" in given else given["input"]
+    x, label = given["x"] if "x" in given else given["input"], label_of(node)
+    if label.endswith(f".{name_of(node.target)}"):
+        node.meta["label"] = label.removesuffix(name_of(node.target)) + name_of(batch_norm_replicas)
     rest = [given[name] for name in ("weight", "bias", "running_mean", "running_var", "momentum", "eps")]
     node.target, node.args, node.kwargs = batch_norm_replicas, (x, *rest, replicas), {}

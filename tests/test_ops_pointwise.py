@@ -14,6 +14,7 @@ import halofx
 from halofx.compiler.ops.pointwise_samples import ELEMENTWISE, elementwise_sample
 from halofx.compiler.rules import RULES, Sample, find_rule
 from tests.laws import Case, Op, check, draw
+from tests.models import same_as_one_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:halofx")
 NAMES = [f"{e.name}-{i}" for i, e in enumerate(ELEMENTWISE)]
@@ -100,3 +101,25 @@ def test_embedding_splits_the_indices() -> None:
     i = torch.zeros(2, 8, dtype=torch.int64)
     net = halofx.compile(Op(function), halofx.Mesh(data=2, depth=2), inputs=[i, (5, 3)], layouts=layouts)
     assert "[2@data, 8@depth, 3]" in net.listing() and "all_" not in net.listing()
+
+
+class Spectral(nn.Module):
+    """A Fourier layer (Li et al., 2021): products of the lowest modes with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 2, 2, 2, dtype=torch.complex128))
+        self.skip = nn.Conv3d(2, 3, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.fft.rfftn(x, dim=(2, 3, 4))
+        low = torch.einsum("bixyz,ioxyz->boxyz", modes[:, :, :2, :2, :2], self.weight)
+        d, h, w = modes.shape[2:]
+        full = F.pad(low, (0, w - 2, 0, h - 2, 0, d - 2))
+        return F.gelu(torch.fft.irfftn(full, s=x.shape[2:], dim=(2, 3, 4)) + self.skip(x))
+
+
+@pytest.mark.parametrize("sizes", [{"depth": 2}, {"data": 2, "height": 2}], ids=str)
+def test_a_fourier_layer_with_complex_weights(sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    same_as_one_device(Spectral(), (torch.randn(2, 2, 6, 5, 4, dtype=torch.float64),), halofx.Mesh(**sizes))

@@ -36,8 +36,8 @@ def outputs(net: halofx.Net, *xs: Tensor) -> list[Any]:
 
 
 def law(function: Callable[..., Any], shape: tuple[int, ...], *, make: Any = None, thin: str = "split") -> None:
-    """The law for one function on meshes of one to three split dims."""
-    for mesh in ({"depth": 2}, {"depth": 3}, {"depth": 2, "height": 2}, {"depth": 2, "height": 2, "width": 2}):
+    """The law for one function on meshes of one and two split dims."""
+    for mesh in ({"depth": 2}, {"depth": 3, "height": 2}):
         axes = tuple(a if a in mesh else None for a in SPACE)
         check(Case(Sample(function, (shape,), {0: make} if make else {}), halofx.Mesh(**mesh), {"args.0": axes}, thin))
 
@@ -84,7 +84,9 @@ def test_unpooling_gathers_the_small_tensor_and_keeps_the_large_one_split() -> N
 def test_random_windows_keep_batch_and_channels_split() -> None:
     r = torch.rand(2, 4, 3)
     axes = ("data", "channel", None, None, None)
-    net = compiled(lambda x: F.fractional_max_pool3d(x, 2, 3, _random_samples=r), (2, 4, 8, 8, 8), axes=axes, data=2, channel=2)
+    net = compiled(
+        lambda x: F.fractional_max_pool3d(x, 2, 3, _random_samples=r), (2, 4, 8, 8, 8), axes=axes, data=2, channel=2
+    )
     assert "gather" not in net.listing(), net.listing()
 
 
@@ -142,7 +144,9 @@ def test_one_and_two_dims() -> None:
 
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("divisor", [None, 5])
-@pytest.mark.parametrize("k, s, p, ceil", [(3, 1, 1, False), (2, 2, 1, False), (3, 2, 1, True), (4, 3, 2, True), (2, 3, 0, True)])
+@pytest.mark.parametrize(
+    "k, s, p, ceil", [(3, 1, 1, False), (2, 2, 1, False), (3, 2, 1, True), (4, 3, 2, True), (2, 3, 0, True)]
+)
 def test_average_pool(k: int, s: int, p: int, ceil: bool, divisor: int | None, include: bool) -> None:
     law(lambda x: F.avg_pool3d(x, k, s, p, ceil, include, divisor), (1, 1, 6, 4, 4))
     law(lambda x: F.avg_pool3d(x, k, s, p, ceil, include, divisor), (1, 1, 7, 5, 4))
@@ -204,7 +208,9 @@ class BothPools(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("mesh", [{"depth": 2}, {"depth": 4}, {"data": 2, "depth": 2}, {"depth": 2, "height": 2, "width": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"depth": 2}, {"depth": 4}, {"data": 2, "depth": 2}, {"depth": 2, "height": 2, "width": 2}]
+)
 def test_channel_attention(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4, 7, 4, 4, dtype=torch.float64)
@@ -234,7 +240,9 @@ def test_second_derivatives(name: str) -> None:
     def second(function: Any, gather: Any, part: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = part(x).clone().requires_grad_()
         y = gather(function(leaf))
-        first = torch.autograd.grad((y * torch.linspace(1, 2, y.numel()).view(y.shape)).sum(), leaf, create_graph=True)[0]
+        first = torch.autograd.grad((y * torch.linspace(1, 2, y.numel()).view(y.shape)).sum(), leaf, create_graph=True)[
+            0
+        ]
         return torch.autograd.grad((first * part(weights)).sum(), leaf)[0]
 
     expected = second(function, lambda y: y, lambda v: v)

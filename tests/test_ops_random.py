@@ -132,6 +132,11 @@ def test_masks_stay_split_and_the_listing_shows_them(model: nn.Module) -> None:
     assert "dropout(body.3, body.4.mask, p=0.3)" in lines["body.4"]
 
 
+def test_noise_of_a_shape_is_split_as_what_it_is_added_to() -> None:
+    net = halofx.compile(Op(lambda x: x * 2 + torch.randn(x.shape)), halofx.Mesh(depth=2), inputs=[(1, 1, 8, 4, 4)])
+    assert "f32[1, 1, 8@depth, 4, 4] draw_like(" in net.listing() and "slice" not in net.listing()
+
+
 def test_steps_go_on_from_one_launch_to_the_next() -> None:
     """Threads share the net: each counts its own calls, and a new world goes on where the last one was."""
     mesh, x = halofx.Mesh(depth=2), torch.ones(1, 1, 64, 2, 2)
@@ -179,7 +184,8 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "feature alpha": lambda x: F.feature_alpha_dropout(x, 0.5, True), "rrelu": lambda x: F.rrelu(-x, training=True),
     "in place": lambda x: F.dropout(x * 2, inplace=True), "drop path": drop_path, "attention": attention,
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True, dim=1), "noise": lambda x: x + 0.1 * torch.randn_like(x),
-    "rand": lambda x: x * torch.rand(x.shape[2:]), "randint": lambda x: x * torch.randint(3, 9, (4,)),
+    "rand": lambda x: x * torch.rand(x.shape[2:]),
+    "noise of a shape": lambda x: x * torch.randn(x.shape), "randint": lambda x: x * torch.randint(3, 9, (4,)),
     "randint_like": lambda x: x * torch.randint_like(x, 5), "randperm": lambda x: x * torch.randperm(x.shape[-1]),
     "normal": lambda x: x * torch.normal(x, 2.0), "normal_": lambda x: x * torch.empty_like(x).normal_(1.0, 3.0),
     "normal of sizes": lambda x: x * torch.normal(1.0, 2.0, (4,)), "bernoulli": lambda x: torch.bernoulli(x * 0.3) * x,

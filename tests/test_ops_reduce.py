@@ -108,6 +108,12 @@ def test_a_reduction_keeps_the_other_splits() -> None:
     assert "[2@data, 4, 6@height]" in net.listing().splitlines()[-2], net.listing()
 
 
+def test_finite_differences_are_a_halo() -> None:
+    net = compiled(lambda x: torch.gradient(x, dim=(2, 3)), SHAPE)
+    kinds = {t.kind for t in net.summary().forward}
+    assert kinds == {"halo_exchange"}, net.listing()
+
+
 # -- CONFORMANCE N7
 
 

@@ -43,9 +43,7 @@ def index_select(call: Call) -> Spec | None:
     if not x.ndim or not index.ndim:
         return None
     dims, at = pattern(x.ndim), f"d{wrap(call['dim'], x.ndim)}"
-    return Spec(
-        {"self": dims, "index": at}, [dims], maps={f"self.{at}": Everything()}, flops=0, saves=("index",)
-    )
+    return Spec({"self": dims, "index": at}, [dims], maps={f"self.{at}": Everything()}, flops=0, saves=("index",))
 
 
 def _index_samples(rng: Random) -> Sample:
@@ -108,7 +106,9 @@ def _broadcast(indices: Sequence[Operand | None], chosen: Sequence[str], sizes: 
     found = []
     for i in indices:
         aligned = chosen[len(chosen) - i.ndim :] if i is not None else ()
-        found.append(" ".join(n if i and sizes[n] == m else "." for n, m in zip(aligned, i.shape if i else (), strict=True)))
+        found.append(
+            " ".join(n if i and sizes[n] == m else "." for n, m in zip(aligned, i.shape if i else (), strict=True))
+        )
     return found
 
 
@@ -134,9 +134,7 @@ def gather(call: Call) -> Spec | None:
     if not x.ndim or not index.ndim:
         return None
     dims, at = pattern(x.ndim), f"d{wrap(call['dim'], x.ndim)}"
-    return Spec(
-        {"self": dims, "index": dims}, [dims], maps={f"self.{at}": Everything()}, flops=0, saves=("index",)
-    )
+    return Spec({"self": dims, "index": dims}, [dims], maps={f"self.{at}": Everything()}, flops=0, saves=("index",))
 
 
 @rule(aten.take_along_dim.default, samples=_gather_samples)
@@ -201,15 +199,17 @@ def _scatter_samples(rng: Random) -> Sample:
         (lambda x, i, y: x.scatter(dim, i, y), make, "scatter"),
         (lambda x, i, y: x.scatter(dim, i, 2.0) * 1.0 + 0 * y.sum(), often, "scatter value"),
         (lambda x, i, y: x.scatter_add(dim, i, y), often, "scatter_add"),
-        (lambda x, i, y: x.scatter_reduce(dim, i, y, reduce, include_self=at % 2 == 0), often, f"scatter_reduce {reduce}"),
+        (
+            lambda x, i, y: x.scatter_reduce(dim, i, y, reduce, include_self=at % 2 == 0),
+            often,
+            f"scatter_reduce {reduce}",
+        ),
     ]
     function, how, label = rng.choice(calls)
     return Sample(function, (shape, size, size), how, f"{label} {dim}")
 
 
-@rule(
-    aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two, samples=_scatter_samples
-)
+@rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two, samples=_scatter_samples)
 def scatter(call: Call) -> Spec | None:
     """y[a, i[a, o, b], b] = s[a, o, b]"""
     x, index = call["self"], call["index"]
@@ -261,8 +261,10 @@ def _index_put_samples(rng: Random) -> Sample:
     n = len(shape)
     where = sorted(rng.sample(range(n), rng.randint(1, min(2, n))))
     count, accumulate = rng.randint(1, min(shape[d] for d in where)), rng.random() < 0.5
-    make = {1 + k: (lambda s, d=d: torch.randperm(shape[d])[: s[0]]) for k, d in enumerate(where)}  # type: ignore[misc]
-    dims = indexed([Operand((count,), torch.int64) if d in where else None for d in range(where[-1] + 1)], names(n), ["i"])
+    make = {1 + k: (lambda s, d=d: torch.randperm(shape[d])[: s[0]]) for k, d in enumerate(where)}
+    dims = indexed(
+        [Operand((count,), torch.int64) if d in where else None for d in range(where[-1] + 1)], names(n), ["i"]
+    )
     full = [count if name == "i" else shape[int(name[1:])] for name in dims]
     value = [1 if rng.random() < 0.3 else v for v in full][rng.randrange(len(full)) :]
 

@@ -41,7 +41,9 @@ def cat_spec(call: Call, dim: int) -> Spec:
 def _cat_samples(functions: Sequence[Any], rng: Random) -> Sample:
     shape = random_shape(rng)
     dim, function = random_dim(rng, len(shape)), rng.choice(functions)
-    at = {torch.hstack: min(1, len(shape) - 1), torch.vstack: 0, torch.dstack: 2, torch.column_stack: 1}.get(function, dim)
+    at = {torch.hstack: min(1, len(shape) - 1), torch.vstack: 0, torch.dstack: 2, torch.column_stack: 1}.get(
+        function, dim
+    )
     count = rng.randint(1, 3)
     shapes = [[rng.randint(1, 6) if d == at % len(shape) else n for d, n in enumerate(shape)] for _ in range(count)]
     if at >= len(shape):
@@ -50,7 +52,11 @@ def _cat_samples(functions: Sequence[Any], rng: Random) -> Sample:
     if function is torch.vstack and len(shape) == 1:
         shapes = [list(shape)] * count
     extra = rng.random() < 0.15 and not stacks
-    call = (lambda *xs: function(xs)) if stacks else lambda *xs: function([*xs, torch.zeros(0).double()][: len(xs) + extra], dim)
+    call = (
+        (lambda *xs: function(xs))
+        if stacks
+        else lambda *xs: function([*xs, torch.zeros(0).double()][: len(xs) + extra], dim)
+    )
     return Sample(call, tuple(tuple(s) for s in shapes), label=f"{function.__name__} {dim}")
 
 

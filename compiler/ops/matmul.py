@@ -44,9 +44,19 @@ def product(call: Call, ins: Mapping[str, Sequence[str]], out: Sequence[str], **
         )
         for key, dims in ins.items()
     }
-    more.setdefault("flops", 2 * math.prod(extents.values()))
+    more.setdefault("flops", _flops(list(ins.values()), out, extents))
     more.setdefault("saves", tuple(ins))
     return Spec(ins=patterns, outs=[" ".join(out)], reduce="sum", **more)
+
+
+def _flops(ins: Sequence[Sequence[str]], out: Sequence[str], extents: Mapping[str, int]) -> int:
+    """Of the products from left to right, each summed as soon as what follows allows."""
+    total, held = 0, set(ins[0])
+    for i, dims in enumerate(ins[1:], 1):
+        held |= set(dims)
+        total += 2 * math.prod(extents[n] for n in held)
+        held &= set(out).union(*ins[i + 1 :])
+    return total or math.prod(extents.values())
 
 
 def aligned(operand: Operand, out: Sequence[str]) -> list[str]:

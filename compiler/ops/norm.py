@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halofx.compiler.emit import name_of
 from halofx.compiler.functional import batch_norm_train, instance_norm_train
 from halofx.compiler.ops.dims import pattern
 from halofx.compiler.ops.norm_parts import around_zero, grouped, normalize, running, statistics
@@ -49,6 +50,10 @@ def _affine(rng: Random, n: int) -> list[tuple[int, ...]]:
     return [(n,), (n,)] if rng.random() < 0.7 else []
 
 
+def _pair(parameters: tuple[Any, ...]) -> tuple[Any, Any]:
+    return (parameters[0], parameters[1]) if parameters else (None, None)
+
+
 def _moved(shape: torch.Size) -> Tensor:
     """Numbers far from zero."""
     return torch.randn(shape, dtype=torch.float64) + 3
@@ -63,9 +68,9 @@ def _batch_sample(rng: Random) -> Sample:
     channels, affine, training = shape[1], _affine(rng, shape[1]), rng.random() < 0.6
     momentum, eps = rng.choice([0.1, 0.7]), rng.choice([1e-5, 0.1])
     if training:
-        function = lambda x, *p: F.batch_norm(x, None, None, *(p or (None, None)), True, momentum, eps)  # noqa: E731
+        function = lambda x, *p: F.batch_norm(x, None, None, *_pair(p), True, momentum, eps)  # noqa: E731
         return Sample(function, (tuple(shape), *affine), {0: _moved}, f"batch_norm training {eps}")
-    function = lambda x, m, v, *p: F.batch_norm(x, m.detach(), v.detach(), *(p or (None, None)), False, momentum, eps)  # noqa: E731
+    function = lambda x, m, v, *p: F.batch_norm(x, m.detach(), v.detach(), *_pair(p), False, momentum, eps)  # noqa: E731
     return Sample(function, (tuple(shape), (channels,), (channels,), *affine), {2: _positive}, f"batch_norm eval {eps}")
 
 
@@ -74,8 +79,10 @@ def _running_sample(function: Any, low: int, rng: Random) -> Sample:
     shape = _shape(rng, low)
     channels, affine, eps = shape[1], _affine(rng, shape[1]), rng.choice([1e-5, 0.1])
     count = rng.choice([None, 3]) if function is batch_norm_train else None
-    momentum = lambda x: 0.3 if count is None else torch.tensor(count)  # noqa: E731
-    call = lambda x, m, v, *p: function(x, *(p or (None, None)), m, v, momentum(x), eps)  # noqa: E731
+
+    def call(x: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Any:
+        return function(x, *_pair(p), m, v, 0.3 if count is None else torch.tensor(count), eps)
+
     shapes = (tuple(shape), (channels,), (channels,), *affine)
     return Sample(call, shapes, {0: _moved, 2: _positive}, f"{function.__name__} momentum {count}")
 
@@ -84,10 +91,10 @@ def _instance_sample(rng: Random) -> Sample:
     shape, eps = _shape(rng, 1), rng.choice([1e-5, 0.1])
     affine = _affine(rng, shape[1])
     if rng.random() < 0.7:
-        function = lambda x, *p: F.instance_norm(x, None, None, *(p or (None, None)), True, 0.1, eps)  # noqa: E731
+        function = lambda x, *p: F.instance_norm(x, None, None, *_pair(p), True, 0.1, eps)  # noqa: E731
         return Sample(function, (tuple(shape), *affine), {0: _moved}, f"instance_norm {eps}")
     function = lambda x, m, v, *p: F.instance_norm(  # noqa: E731
-        x, m.detach(), v.detach(), *(p or (None, None)), False, 0.1, eps
+        x, m.detach(), v.detach(), *_pair(p), False, 0.1, eps
     )
     channels = ((shape[1],), (shape[1],))
     return Sample(function, (tuple(shape), *channels, *affine), {2: _positive}, f"instance_norm eval {eps}")
@@ -97,7 +104,7 @@ def _group_sample(rng: Random) -> Sample:
     shape, eps = _shape(rng), rng.choice([1e-5, 0.1])
     groups, width = rng.randint(1, 3), rng.randint(2, 3)
     shape[1] = groups * width
-    function = lambda x, *p: F.group_norm(x, groups, *(p or (None, None)), eps)  # noqa: E731
+    function = lambda x, *p: F.group_norm(x, groups, *_pair(p), eps)  # noqa: E731
     return Sample(function, (tuple(shape), *_affine(rng, shape[1])), {0: _moved}, f"group_norm {groups} {eps}")
 
 
@@ -113,7 +120,9 @@ def _layer_sample(op: Any, rng: Random) -> Sample:
 # rules
 
 
-def _spec(call: Call, key: str, dims: range | tuple[int, ...], first: int, decompose: Decompose | None, **extra: str) -> Spec:
+def _spec(
+    call: Call, key: str, dims: range | tuple[int, ...], first: int, decompose: Decompose | None, **extra: str
+) -> Spec:
     """A norm of ``call[key]`` over ``dims`` (seen whole unless decomposed), parameters beside its dims from ``first`` on."""
     x = call[key]
     every = pattern(x.ndim, dims)
@@ -205,7 +214,12 @@ def _over(dims: Callable[[Operand], tuple[int, ...]], first: int) -> Decompose:
 
 def _normalized(call: Call, emit: Emit, x: Operand, moments: Operand, dims: Any, first: int) -> Operand:
     eps = call["eps"] if call["eps"] is not None else torch.finfo(wide_dtype(x.dtype)).eps
-    made: Operand = emit(normalize, x, moments, call["weight"], call.args.get("bias"), eps, tuple(dims), first)
+    like = (
+        name_of(call.target)
+        if call.target in (aten.group_norm.default, aten.layer_norm.default, aten.rms_norm.default)
+        else ""
+    )
+    made: Operand = emit(normalize, x, moments, call["weight"], call.args.get("bias"), eps, tuple(dims), first, like)
     return made
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halofx.compiler.ops.dims import names
-from halofx.compiler.ops.reduce import kept, wide_dtype
+from halofx.compiler.ops.reduce import HALVES, kept, wide_dtype
 from halofx.compiler.rules import Call, Spec, rule
 
 Moments = Tensor
@@ -115,7 +115,7 @@ def running(moments: Moments, mean: Tensor, var: Tensor, momentum: float | Tenso
 @rule(grouped, around_zero)
 def _merged(call: Call) -> Spec:
     x = call["moments"]
-    tokens = [n if i == 1 or call.target is around_zero and i else "." for i, n in enumerate(names(x.ndim))]
+    tokens = [n if i == 1 or (call.target is around_zero and i) else "." for i, n in enumerate(names(x.ndim))]
     return Spec({"moments": " ".join(tokens)}, [" ".join(tokens)], flops=9 * x.numel)
 
 
@@ -126,16 +126,29 @@ def _running(call: Call) -> Spec:
 
 
 def normalize(
-    input: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int], first: int
+    input: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int], first: int,
+    like: str = "",
 ) -> Tensor:  # fmt: skip
     """``(x - mean) / sqrt(var + eps) * weight + bias``, var = M2 / count over ``dims``.
 
-    The dims of ``weight`` and ``bias`` are those of the input from ``first`` on.
+    The dims of ``weight`` and ``bias`` are those of the input from ``first`` on. ``like`` names the op whose dtype the result
+    has under autocast; without it that of the input.
     """
     count, mean, squares = moments
     scale = (squares / count + eps).rsqrt()
     weight, bias = (_beside(p, input.dim(), first) for p in (weight, bias))
-    return _Normalize.apply(input, mean, scale, weight, bias, list(dims))  # type: ignore[no-any-return,no-untyped-call]
+    dtype = _dtype_like(like, input)
+    return _Normalize.apply(input, mean, scale, weight, bias, list(dims), dtype)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _dtype_like(op: str, x: Tensor) -> torch.dtype:
+    """The dtype that an op gives to its result: under autocast some cast halves to float32, and who asks finds out."""
+    if x.dtype not in HALVES or not op or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    tiny, ops = x.detach().new_zeros(1, 2, 2), torch.nn.functional
+    asked = {"group_norm": (1,), "layer_norm": ((2,),), "rms_norm": ((2,),)}[op]
+    dtype: torch.dtype = getattr(ops, op)(tiny, *asked).dtype
+    return dtype
 
 
 def _beside(parameter: Tensor | None, ndim: int, first: int) -> Tensor | None:
@@ -150,7 +163,8 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None, dims: list[int]
+        ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None, dims: list[int],
+        dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, mean, scale, weight)
         ctx.dims, ctx.bias = dims, None if bias is None else (bias.shape, bias.dtype)
@@ -158,16 +172,16 @@ class _Normalize(torch.autograd.Function):
         none = scale.new_zeros(())
         if ctx.inner:
             full = scale if weight is None else scale * weight
-            return shifted(x, mean, full, none if bias is None else bias.double()).to(x.dtype)
+            return shifted(x, mean, full, none if bias is None else bias.double()).to(dtype)
         y = shifted(x, mean, scale, none)
         y = y if weight is None else y.mul_(weight)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+        return (y if bias is None else y.add_(bias)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, mean, scale, weight = ctx.saved_tensors
         dims, high, grad = ctx.dims, mean.to(wide_dtype(x.dtype)), grads[0].to(wide_dtype(x.dtype))
-        need_x, need_mean, need_scale, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_mean, need_scale, need_weight, need_bias, *_ = ctx.needs_input_grad
         inner = ctx.inner  # the weight comes after the sums over the reduced dims
         through = grad if inner or weight is None else grad * weight
         product = _times(_apart(x, high), through)
@@ -186,7 +200,7 @@ class _Normalize(torch.autograd.Function):
         if need_bias:
             shape, dtype = ctx.bias
             dbias = (total if inner else grad).sum_to_size(shape).to(dtype)
-        return dx, dmean, dscale, dweight, dbias, None
+        return dx, dmean, dscale, dweight, dbias, None, None
 
 
 def _constant(parameter: Tensor, dims: Sequence[int]) -> bool:

@@ -12,8 +12,6 @@ What it computes depends on the number of replicas alone, not on the mesh. The r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -58,7 +58,11 @@ def _pad_samples(rng: Random) -> Sample:
     for n in shape[::-1][:padded]:
         most = {"constant": 4, "replicate": 4, "reflect": n - 1, "circular": n}[mode]
         pair = [rng.choice([0, rng.randint(0, most), rng.randint(0, most), rng.randint(-n, most)]) for _ in range(2)]
-        while n + sum(pair) < 1 or n + min(0, pair[0]) + min(0, pair[1]) < 1 or (mode == "circular" and _too_wide(n, pair)):
+        while (
+            n + sum(pair) < 1
+            or n + min(0, pair[0]) + min(0, pair[1]) < 1
+            or (mode == "circular" and _too_wide(n, pair))
+        ):
             pair = [max(0, v) if rng.random() < 0.5 else 0 for v in pair]
         flat += pair
     value = rng.choice([None, 0.0, 1.5, float("-inf")]) if mode == "constant" else None
@@ -100,7 +104,9 @@ def _arguments(call: Call) -> tuple[Sequence[int], str, Any]:
 def _pad_rest(local: Local) -> Call:
     """Pad the dims that the movement has not padded."""
     x, (flat, mode, value) = local.call["self"], _arguments(local.call)
-    rest = [v for d in reversed(range(x.ndim)) for v in ((0, 0) if local.is_split(f"d{d}") else per_side(flat, x.ndim)[d])]
+    rest = [
+        v for d in reversed(range(x.ndim)) for v in ((0, 0) if local.is_split(f"d{d}") else per_side(flat, x.ndim)[d])
+    ]
     rest = rest[: len(flat)]
     if not any(rest):
         return local.call.with_(as_it_is, input=x)

@@ -1,7 +1,7 @@
 """Dims that change places, come, go or repeat.
 
-    permute [n, c, d, h, w] -> [n, d, h, w, c]      every dim keeps its split
-    repeat d by 3 over 2 ranks                      0 1 2 3 0 1 | 2 3 0 1 2 3        o reads o mod 4
+permute [n, c, d, h, w] -> [n, d, h, w, c]      every dim keeps its split
+repeat d by 3 over 2 ranks                      0 1 2 3 0 1 | 2 3 0 1 2 3        o reads o mod 4
 """
 
 from __future__ import annotations

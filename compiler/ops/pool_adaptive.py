@@ -14,7 +14,6 @@ multiple of O they are, and the op runs as it is. A dim that is pooled to one ou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halofx.compiler.index_map import Spans
-from halofx.compiler.ops.conv import per_dim, spatial
+from halofx.compiler.ops.conv import spatial
 from halofx.compiler.ops.dims import names
 from halofx.compiler.ops.extreme import NOWHERE, global_peak, place
 from halofx.compiler.ops.pool_max import dims_of
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from halofx.compiler.emit import Emit
 
 aten = torch.ops.aten
-AVERAGE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-MAXIMUM = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
+AVERAGE: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+MAXIMUM: tuple[Any, ...] = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
 Cells = Sequence[tuple[int, int]]
 """(start, stop) of the inputs of each output."""
 
@@ -111,7 +110,7 @@ def celled_average(input: Tensor, output_size: Sequence[int], ranges: Sequence[C
     n = len(ranges)
     cut = next((i for i in range(n) if ranges[i] is not None), None)
     if cut is None:
-        return AVERAGE[n - 1](input, output_size if n > 1 else output_size[0])
+        return AVERAGE[n - 1](input, output_size if n > 1 else output_size[0])  # type: ignore[no-any-return]
     rest, size = _without(ranges, cut), _with_one(output_size, cut)
     parts = [celled_average(input.narrow(cut - n, a, b - a), size, rest) for a, b in ranges[cut] or ()]
     return torch.cat(parts, cut - n)
@@ -164,10 +163,10 @@ def adaptive_avg_pool(call: Call) -> Spec:
     return _spec(call, _mean)
 
 
-def _single(call: Call) -> list[int]:
+def _single(call: Call) -> tuple[int, ...]:
     """The dims of the input that are pooled to one output."""
     x, y = call["self"], call.outs[0]
-    return [d for d in range(x.ndim - _dims(call), x.ndim) if y.shape[d] == 1 < x.shape[d]]
+    return tuple(d for d in range(x.ndim - _dims(call), x.ndim) if y.shape[d] == 1 < x.shape[d])
 
 
 def _mean(call: Call, emit: Emit) -> Operand:
@@ -176,7 +175,12 @@ def _mean(call: Call, emit: Emit) -> Operand:
     y = emit(aten.mean.dim, x, single, True, dtype=torch.float32 if x.dtype in HALVES else None)
     if y.shape != call.outs[0].shape:
         y = emit(call.target, y, call["output_size"])
-    return y if y.dtype == x.dtype else emit(aten.to.dtype, y, x.dtype)
+    return _cast(y, call, emit)
+
+
+def _cast(y: Operand, call: Call, emit: Emit) -> Operand:
+    """``y`` in the dtype that the op has, which under autocast may not be that of its input."""
+    return y if y.dtype == call.outs[0].dtype else emit(aten.to.dtype, y, call.outs[0].dtype)  # type: ignore[no-any-return]
 
 
 def _max_sample(rng: Random) -> Sample:
@@ -198,11 +202,11 @@ def _maximum(call: Call, emit: Emit) -> tuple[Operand, Operand]:
     first = x.ndim - _dims(call)
     if all(n == 1 for n in call.outs[0].shape[first:]):
         at = emit(place, x, global_peak(x, single, emit), single)
-        return emit(pick_flat, x, at, single), at
+        return _cast(emit(pick_flat, x, at, single), call, emit), at
     sizes = [x.shape[d] if d in single else call.outs[0].shape[d] for d in range(first, x.ndim)]
     y, index = emit(call.target, x, sizes)
     at = emit(lowest, y, global_peak(y, single, emit), index, single)
-    return emit(held, y, index, at, single), at
+    return _cast(emit(held, y, index, at, single), call, emit), at
 
 
 def lowest(self: Tensor, peak: Tensor, index: Tensor, dims: Sequence[int]) -> Tensor:
@@ -210,12 +214,12 @@ def lowest(self: Tensor, peak: Tensor, index: Tensor, dims: Sequence[int]) -> Te
     if not self.numel():
         return index.new_full([1 if i in dims else n for i, n in enumerate(self.shape)], NOWHERE)
     equal = (self == peak) | (self.isnan() & peak.isnan())
-    return torch.where(equal, index, NOWHERE).amin(dims, True)
+    return torch.where(equal, index, NOWHERE).amin(tuple(dims), True)
 
 
 def held(self: Tensor, index: Tensor, at: Tensor, dims: Sequence[int]) -> Tensor:
     """The value with the index ``at`` where this part holds it, zero elsewhere: [.., 1, ..]."""
-    return torch.where(index == at, self, 0).sum(dims, True, dtype=self.dtype)
+    return torch.where(index == at, self, 0).sum(tuple(dims), True, dtype=self.dtype)
 
 
 @rule(lowest, held)
@@ -227,11 +231,13 @@ def _among_indices(call: Call) -> Spec:
     return Spec(ins, [ones], reduce=reduce, flops=2 * x.numel, saves=("index",))
 
 
-def pick_flat(self: Tensor, index: Tensor, dims: Sequence[int], starts: Sequence[int] = (), extents: Sequence[int] = ()) -> Tensor:
+def pick_flat(
+    self: Tensor, index: Tensor, dims: Sequence[int], starts: Sequence[int] = (), extents: Sequence[int] = ()
+) -> Tensor:
     """``self`` at the flat ``index`` [.., 1, ..] over ``dims`` (row-major) where it lies in this part, zero elsewhere."""
     ones = [1 if i in dims else n for i, n in enumerate(self.shape)]
     if not self.numel():
-        return self.sum(list(dims), True)
+        return self.sum(tuple(dims), True)
     starts, extents = starts or [0] * len(dims), extents or [self.shape[d] for d in dims]
     flat, scale, inside = torch.zeros_like(index), 1, torch.ones_like(index, dtype=torch.bool)
     for d, start, extent in reversed(list(zip(dims, starts, extents, strict=True))):

@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from random import Random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,11 @@ from torch import Tensor
 from halofx.compiler.interval import Interval
 from halofx.compiler.ops.conv import conv_map, per_dim, spatial
 from halofx.compiler.ops.pool_max import dims_of
+from halofx.compiler.ops.reduce import HALVES
 from halofx.compiler.rules import Call, Local, Sample, Spec, rule
 
 aten = torch.ops.aten
+POOLS: tuple[Any, ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,9 @@ def _sample(rng: Random) -> Sample:
     ceil, include = rng.random() < 0.4, rng.random() < 0.5
     divisor = (rng.choice([rng.randint(1, 9), None, None, None]),) if n > 1 else ()
     lead = (rng.randint(1, 2), rng.randint(1, 2))[rng.choice((0, 0, 0, 1)) :]
-    op = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[n - 1]
     label = f"avg_pool{n}d k{k} s{s} p{p} ceil={ceil} include={include} {divisor}"
     make = {0: lambda shape: torch.randint(-99, 99, shape)} if rng.random() < 0.1 else {}
-    return Sample(lambda x: op(x, k, s, p, ceil, include, *divisor), ((*lead, *size),), make, label)
+    return Sample(lambda x: POOLS[n - 1](x, k, s, p, ceil, include, *divisor), ((*lead, *size),), make, label)
 
 
 @rule(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, samples=_sample)
@@ -96,7 +98,7 @@ def geometry(call: Call, outs: Sequence[Interval]) -> list[Window]:
     stride, padding = per_dim(call["stride"] or kernel, dims), per_dim(call["padding"], dims)
     extents = call["self"].shape[-dims:]
     numbers = zip(kernel, stride, padding, extents, outs, strict=True)
-    return [Window(*row, out.start, out.stop, call["count_include_pad"]) for *row, out in numbers]
+    return [Window(k, s, p, n, out.start, out.stop, call["count_include_pad"]) for k, s, p, n, out in numbers]
 
 
 def _local(local: Local) -> Call:
@@ -117,14 +119,16 @@ def counted_avg_pool(
 ) -> Tensor:
     """An average pool [.., o] of a piece of a tensor, ``windows`` the fields of a `Window` a dim, global positions."""
     dims = [Window(*w) for w in windows]
-    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # a sum would round, or overflow
+    x, dtype = input, input.dtype
+    if dtype in HALVES:  # a sum would round, or overflow
+        tiny = input.detach().new_zeros([1] * (len(dims) + 2))
+        x, dtype = input.float(), POOLS[len(dims) - 1](tiny, 1).dtype  # that of the op under autocast
     kernel, stride = [w.kernel for w in dims], [w.stride for w in dims]
     if len(dims) == 1:
         total = F.avg_pool2d(x.unsqueeze(-1), (*kernel, 1), (*stride, 1), (*padding, 0), ceil_mode, True, 1).squeeze(-1)
     else:
-        op = F.avg_pool2d if len(dims) == 2 else F.avg_pool3d
-        total = op(x, kernel, stride, padding, ceil_mode, True, 1)
+        total = POOLS[len(dims) - 1](x, kernel, stride, list(padding), ceil_mode, True, 1)
     count = torch.ones((), dtype=torch.int64, device=x.device)
     for w in dims:
         count = count.unsqueeze(-1) * w.sizes(x.device)
-    return (total / count if total.is_floating_point() else total.div(count, rounding_mode="trunc")).to(input.dtype)
+    return (total / count if total.is_floating_point() else total.div(count, rounding_mode="trunc")).to(dtype)

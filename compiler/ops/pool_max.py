@@ -31,7 +31,7 @@ from halofx.compiler.ops.conv import conv_map, per_dim, spatial
 from halofx.compiler.rules import Call, Local, Operand, Sample, Spec, rule
 
 aten = torch.ops.aten
-POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+POOLS: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Windows:
 
     >>> Windows(3, 2, 1, 1).read(Interval(0, 2), 8)
     (Run(start=0, count=1, step=1), Run(start=0, count=4, step=1))
-    >>> Windows(2, 1, 1, 2).read(Interval(0, 2), 1)                       # windows -1, 1 and 0, 2
-    (Run(start=None, count=1, step=1), Run(start=0, count=1, step=1), Run(start=None, count=1, step=1), Run(start=0, count=1, step=1))
+    >>> Windows(2, 1, 1, 2).read(Interval(0, 1), 1)              # the window -1, 1 has nothing inside
+    (Run(start=None, count=1, step=1), Run(start=0, count=1, step=1), Run(start=None, count=1, step=1))
     """
 
     kernel: int
@@ -198,7 +198,7 @@ def _unpool_sample(rng: Random) -> Sample:
         places = [torch.randperm(volume)[: math.prod(shape[2:])] for _ in range(math.prod(shape[:2]))]
         return torch.stack(places).view(shape)
 
-    op = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)[n - 1]
+    op: Any = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)[n - 1]
     function = lambda x, i: op(x, i, k, k, 0, [*shape[:2], *out])  # noqa: E731
     return Sample(function, (shape, shape), {1: indices}, f"max_unpool{n}d k{k} to {out}")
 

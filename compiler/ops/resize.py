@@ -54,6 +54,7 @@ OPS: dict[tuple[str, int], Any] = {
 
 MODES = {op.vec: mode for (mode, _), op in OPS.items()}
 
+
 @dataclass(frozen=True, slots=True)
 class Resize:
     """How one dim is resized: everything that torch's formulas depend on."""
@@ -150,9 +151,10 @@ def taps(dim: Resize, start: int, stop: int, device: torch.device) -> tuple[Tens
     first = position.floor().clamp(max=dim.before - 1)
     t = (position - first).clamp(0, 1)
     if dim.mode == "linear":
-        index, weight = (first, first + 1), (1 - t, t)
+        index, weight = [first, first + 1], [1 - t, t]
     else:
-        index, weight = (first - 1, first, first + 1, first + 2), tuple(_cubic(v, -0.75) for v in (t + 1, t, 1 - t, 2 - t))
+        index = [first + k for k in (-1, 0, 1, 2)]
+        weight = [_cubic(v, -0.75) for v in (t + 1, t, 1 - t, 2 - t)]
     return torch.stack(index, 1).long().clamp(0, dim.before - 1), torch.stack(weight, 1)
 
 
@@ -223,8 +225,8 @@ def _samples(rng: Random) -> Sample:
     if rng.random() < 0.4:
         options["size"] = [rng.choice([rng.randint(1, 14), 2 * v, v, max(1, v // 2)]) for v in shape[2:]]
     else:
-        factor = lambda: rng.choice([1, 2, 2, 2, 3, 4, 0.5, 1 / 3, 1.5, 0.7, 1.3, rng.uniform(0.3, 3)])  # noqa: E731
-        scale = [factor()] * n if rng.random() < 0.6 else [factor() for _ in range(n)]
+        scale = [rng.choice([1, 2, 2, 2, 3, 4, 0.5, 1 / 3, 1.5, 0.7, 1.3, rng.uniform(0.3, 3)]) for _ in range(n)]
+        scale = scale[:1] * n if rng.random() < 0.6 else scale
         options["scale_factor"] = [max(s, 1 / v) for s, v in zip(scale, shape[2:], strict=True)]
         options["recompute_scale_factor"] = rng.choice([None, None, True])
     return Sample(lambda x: F.interpolate(x, **options), (shape,), label=f"interpolate {options}")

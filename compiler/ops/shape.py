@@ -217,13 +217,18 @@ def _shuffle_samples(kinds: Sequence[str], rng: Random) -> Sample:
     return Sample(lambda x: torch.channel_shuffle(x, r), ((2, c * r, h, w),), label=f"channel_shuffle {r}")
 
 
-@rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, samples=partial(_shuffle_samples, ("shuffle", "unshuffle")))
+@rule(
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
+    samples=partial(_shuffle_samples, ("shuffle", "unshuffle")),
+)
 def pixel_shuffle(call: Call) -> Spec:
     """y[c, r h + i, r w + j] = x[r^2 c + r i + j, h, w]; unshuffling is the inverse"""
     x, down = call["self"], "downscale_factor" in call.args
     r = call["downscale_factor" if down else "upscale_factor"]
-    merge, fall_apart = (lambda k: IndexMap(1, k)), (lambda k: IndexMap(k, 1, 0, k - 1))
-    c, hw = (merge(r * r), fall_apart(r)) if down else (fall_apart(r * r), merge(r))
+    area = r * r
+    c = IndexMap(1, area) if down else IndexMap(area, 1, 0, area - 1)
+    hw = IndexMap(r, 1, 0, r - 1) if down else IndexMap(1, r)
     dims = " ".join([*(f"d{i}" for i in range(x.ndim - 3)), "c h w"])
     return Spec(ins={"self": dims}, outs=[dims], maps={"c": c, "h": hw, "w": hw}, local=_shuffled, flops=0)
 

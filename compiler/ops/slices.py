@@ -37,11 +37,11 @@ def window(call: Call, extent: int) -> tuple[int, int, int]:
     return dim, first, step
 
 
-def _slice_of(rng: Random, extent: int) -> slice:
+def _slice_of(rng: Random, extent: int) -> Any:
     """A slice that holds something."""
     while True:
-        bounds = [rng.choice([None, rng.randint(-extent, extent)]) for _ in range(2)]
-        part = slice(*bounds, rng.choice([1, 1, 1, 2, 3]))
+        start, stop = (rng.choice([None, rng.randint(-extent, extent)]) for _ in range(2))
+        part = slice(start, stop, rng.choice([1, 1, 1, 2, 3]))
         if len(range(*part.indices(extent))):
             return part
 
@@ -249,7 +249,9 @@ def _slice_scatter_samples(rng: Random) -> Sample:
     source = (*shape[:dim], len(range(*part.indices(shape[dim]))), *shape[dim + 1 :])
     start, stop, step = part.start, part.stop, part.step
     return Sample(
-        lambda x, y: torch.slice_scatter(x, y, dim, start, stop, step), (shape, source), label=f"slice_scatter {dim} {part}"
+        lambda x, y: torch.slice_scatter(x, y, dim, start, stop, step),
+        (shape, source),
+        label=f"slice_scatter {dim} {part}",
     )
 
 
@@ -324,7 +326,9 @@ def unfold(call: Call) -> Spec:
     dims = pattern(x.ndim)
     if x.ndim == 0:
         return Spec({"self": ""}, ["."], flops=0)
-    return Spec({"self": dims}, [f"{dims} ."], maps={f"d{dim}": IndexMap(call["step"], 1, 0, call["size"] - 1)}, flops=0)
+    return Spec(
+        {"self": dims}, [f"{dims} ."], maps={f"d{dim}": IndexMap(call["step"], 1, 0, call["size"] - 1)}, flops=0
+    )
 
 
 @rule(aten.diff.default, samples=_unfold_samples)
@@ -336,4 +340,3 @@ def diff(call: Call) -> Spec | None:
     dims = pattern(x.ndim)
     dim = wrap(call["dim"], x.ndim)
     return Spec({"self": dims}, [dims], maps={f"d{dim}": IndexMap(1, 1, 0, n)}, flops=n * x.numel)
-

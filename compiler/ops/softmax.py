@@ -72,10 +72,11 @@ def _softmax_spec(call: Call, decompose: Any) -> Spec:
     return Spec({"self": same}, [same], decompose=decompose, flops=5 * x.numel, saves=("output",))
 
 
-def _shifted(x: Operand, dims: tuple[int, ...], emit: Emit) -> tuple[Operand, Operand]:
-    """(x - m, sum of exp(x - m)), in float32 for the halves as torch does inside."""
+def _shifted(x: Operand, dims: tuple[int, ...], emit: Emit) -> tuple[Operand, Operand, Operand]:
+    """(x - m, exp(x - m), its sum), in float32 for the halves as torch does inside."""
     centered = emit(shift, x, global_peak(x, dims, emit), dims)
-    return centered, emit(aten.sum.dim_IntList, emit(aten.exp.default, centered), dims, True)
+    grown = emit(aten.exp.default, centered)
+    return centered, grown, emit(aten.sum.dim_IntList, grown, dims, True)
 
 
 def shift(self: Tensor, peak: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -98,14 +99,14 @@ def _cast(x: Operand, dtype: torch.dtype, emit: Emit) -> Operand:
 def _softmax(call: Call, emit: Emit) -> Operand:
     out = call.outs[0].dtype
     x = _cast(call["self"], out, emit)
-    centered, total = _shifted(x, (wrap(call["dim"], x.ndim),), emit)
-    return _cast(emit(aten.div.Tensor, emit(aten.exp.default, centered), total), out, emit)
+    _, grown, total = _shifted(x, (wrap(call["dim"], x.ndim),), emit)
+    return _cast(emit(aten.div.Tensor, grown, total), out, emit)
 
 
 def _log_softmax(call: Call, emit: Emit) -> Operand:
     out = call.outs[0].dtype
     x = _cast(call["self"], out, emit)
-    centered, total = _shifted(x, (wrap(call["dim"], x.ndim),), emit)
+    centered, _, total = _shifted(x, (wrap(call["dim"], x.ndim),), emit)
     return _cast(emit(aten.sub.Tensor, centered, emit(aten.log.default, total)), out, emit)
 
 
