@@ -1,1 +1,1 @@
-"""What is measured, as ratios of interleaved runs: ``python -m benchmarks [one_rank compile_time memory]``. Nothing here gates a test."""
+"""What is measured: ``python -m benchmarks [one_rank compile_time memory]``. Nothing here gates a test."""

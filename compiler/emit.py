@@ -30,7 +30,7 @@ class Emit:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         graph = self.node.graph
         unwrap = lambda a: a.node if isinstance(a, Operand) else a  # noqa: E731
-        args, kwargs = fx.node.map_aggregate(args, unwrap), fx.node.map_aggregate(kwargs, unwrap)  # type: ignore[assignment]
+        args, kwargs = fx.node.map_aggregate(args, unwrap), fx.node.map_aggregate(kwargs, unwrap)
         label = f"{self.base}.{name_of(target)}"
         self.made[label] += 1
         label += str(self.made[label]) if self.made[label] > 1 else ""
@@ -68,7 +68,7 @@ def new_call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=identifier(label))
     fakes = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with torch.no_grad():
-        node.meta["val"] = target(*fakes[0], **fakes[1])  # type: ignore[index]
+        node.meta["val"] = target(*fakes[0], **fakes[1])
     node.meta["label"] = label
     return node
 

@@ -7,6 +7,7 @@ blocks(10, 4)      0         3         6     8    10
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -51,4 +52,4 @@ def blocks(extent: int, parts: int) -> tuple[Interval, ...]:
     """
     size, extra = divmod(extent, parts)
     starts = [i * size + min(i, extra) for i in range(parts + 1)]
-    return tuple(Interval(a, b) for a, b in zip(starts, starts[1:], strict=False))
+    return tuple(Interval(a, b) for a, b in itertools.pairwise(starts))

@@ -37,7 +37,9 @@ def listing(program: Program) -> str:
     lines = [f"mesh {program.mesh}"]
     lines += [f"{a + ':':<{name + 1}} {b:<{kind}} {c}".rstrip() + (f"    {d}" if d else "") for a, b, c, d in rows]
     if program.updates:
-        lines.append(f"updates: {len(program.updates)} buffers, {', '.join(program.updates[:3])}{', ...' * (len(program.updates) > 3)}")
+        lines.append(
+            f"updates: {len(program.updates)} buffers, {', '.join(program.updates[:3])}{', ...' * (len(program.updates) > 3)}"
+        )
     return "\n".join(lines + [f"note: {note}" for note in program.notes])
 
 

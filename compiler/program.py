@@ -25,8 +25,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
-from halofx.compiler.capture_trees import rebuild
 from halofx.compiler.mesh import Mesh
+from halofx.compiler.trees import rebuild
+
 
 @dataclass
 class Program:

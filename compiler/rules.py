@@ -322,9 +322,9 @@ def call_of(node: fx.Node) -> Call:
     """The call of a node: arguments by name, tensors as operands."""
     values = node.meta["val"]
     outs = tuple(values) if isinstance(values, (tuple, list)) else (values,)
-    arguments = fx.node.map_aggregate(bind_arguments(node.target, node.args, node.kwargs), _operand)  # type: ignore[arg-type]
+    arguments = fx.node.map_aggregate(bind_arguments(node.target, node.args, node.kwargs), _operand)
     made = tuple(Operand(tuple(v.shape), v.dtype, node) for v in outs if isinstance(v, torch.Tensor))
-    return Call(node.target, dict(arguments), made)  # type: ignore[call-overload]
+    return Call(node.target, dict(arguments), made)
 
 
 def _operand(value: Any) -> Any:

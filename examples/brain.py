@@ -33,7 +33,18 @@ import brain_report as report
 import brain_train
 import torch
 from brain_data import Volume, prepare
-from brain_train import CLASSES, Record, Settings, Step, Trainer, criterion, difference, first_steps, make_model, peak_memory
+from brain_train import (
+    CLASSES,
+    Record,
+    Settings,
+    Step,
+    Trainer,
+    criterion,
+    difference,
+    first_steps,
+    make_model,
+    peak_memory,
+)
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -240,7 +251,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--mesh", default="depth=2", help="axes and sizes, as depth=2,height=2; one rank: depth=1")
     parser.add_argument("--resolution", type=positive, default=2, help="mm a voxel: 1 is the full volume (default: 2)")
     parser.add_argument("--steps", type=positive, default=default.steps, help=f"of Adam (default: {default.steps})")
-    parser.add_argument("--width", type=positive, default=default.width, help=f"channels of the first convolution (default: {default.width})")
+    parser.add_argument(
+        "--width",
+        type=positive,
+        default=default.width,
+        help=f"channels of the first convolution (default: {default.width})",
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of what is written (default: out)")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare with one device")
     with contextlib.ExitStack() as stack:

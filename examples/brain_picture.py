@@ -119,5 +119,12 @@ def legend(figure: Any, cut: bool) -> None:
         marks.append(Line2D([], [], color=INK, linestyle=(0, (4, 4)), linewidth=0.9))
         names.append("where two ranks meet")
     figure.legend(
-        marks, names, loc="lower center", ncol=4, frameon=False, labelcolor=INK, fontsize=11, bbox_to_anchor=(0.5, 0.008)
+        marks,
+        names,
+        loc="lower center",
+        ncol=4,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=11,
+        bbox_to_anchor=(0.5, 0.008),
     )

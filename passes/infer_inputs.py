@@ -51,10 +51,11 @@ def _check_axes(program: Program, inputs: Sequence[fx.Node]) -> None:
     used = {axis for node in inputs for axis in node.meta["homes"][0] if axis}
     for axis in program.mesh.axes:
         if program.mesh[axis] > 1 and axis not in used:
+            name = inputs[0].meta["input"] if inputs else "x"
             shapes = ", ".join(f"{n.meta['input']} {list(shape_of(n))}" for n in inputs)
             raise MeshError(
                 f"mesh axis {axis}={program.mesh[axis]} splits no dim of the inputs ({shapes}); "
-                f"drop the axis, or say which dim it splits with layouts={{{inputs[0].meta['input'] if inputs else 'x'!r}: (...)}}"
+                f"drop the axis, or say which dim it splits with layouts={{{name!r}: (...)}}"
             )
     for node in inputs:
         for n, axis in zip(shape_of(node), node.meta["homes"][0], strict=True):

@@ -13,7 +13,6 @@ from torch import Tensor
 from halofx.compiler.errors import RankError
 from halofx.runtime.comm import Comm
 
-
 SAME = "give every rank the same"
 PARAMETERS = "the parameters (names, shapes, values)"
 REMEDIES = {PARAMETERS: "call torch.manual_seed(0) before building the model, or load one state_dict, on every rank"}

@@ -48,8 +48,11 @@ def routes(plan: Redistribution, coordinate: int, peers: Sequence[int], site: Si
     """The forward route of a movement at a coordinate; ``peers[c]`` is the rank at coordinate ``c`` of the axis."""
 
     def ranked(table: Table) -> Table:
-        to_rank = lambda ts: tuple(Transfer(peers[t.peer], t.take, t.put) for t in ts)  # noqa: E731
-        return Table(to_rank(table.sends), to_rank(table.receives), table.local, table.sizes, table.add, table.fill)
+        sends, receives = (
+            tuple(Transfer(peers[t.peer], t.take, t.put) for t in transfers)
+            for transfers in (table.sends, table.receives)
+        )
+        return Table(sends, receives, table.local, table.sizes, table.add, table.fill)
 
     links: dict[bool, Route] = {}
     links[True] = Route(ranked(plan.forward(coordinate)), site, True, links)

@@ -103,5 +103,5 @@ def recalling() -> Iterator[None]:
 
 def _users_hooks() -> bool:
     """Whether saved-tensor hooks are on already (checkpointing, offloading): only the innermost would be used."""
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None

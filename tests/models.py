@@ -79,7 +79,9 @@ def same_as_one_device(
         return _distributed(net, own, inputs, targets, steps, weights, loss is not None), net
 
     # A gradient that is zero but for rounding (a bias before a norm) is compared with the others' size.
-    floor = 1e-3 * max((float(v.abs().max()) for n, v in expected.items() if n.startswith("grad") and v.numel()), default=0.0)
+    floor = 1e-3 * max(
+        (float(v.abs().max()) for n, v in expected.items() if n.startswith("grad") and v.numel()), default=0.0
+    )
     results = halofx.launch(run, mesh, timeout=60)
     for rank, (found, net) in enumerate(results):
         assert found.keys() == expected.keys(), f"rank {rank}: {found.keys() ^ expected.keys()}"

@@ -173,7 +173,9 @@ class Cubed(nn.Module):
 def test_op_without_a_rule() -> None:
     torch.manual_seed(0)
     model, x = Cubed().double(), torch.randn(1, 1, 6, 5, 4, dtype=torch.float64)
-    with pytest.raises(halofx.CompileError, match=r"no rule for op halofx_tests.cube.default, used by cube \(at test_bad"):
+    with pytest.raises(
+        halofx.CompileError, match=r"no rule for op halofx_tests.cube.default, used by cube \(at test_bad"
+    ):
         halofx.compile(model, halofx.Mesh(depth=2), inputs=[x.shape], strict=True)
     with pytest.warns(UserWarning, match="no rule for op halofx_tests.cube.default: its inputs are gathered"):
         (net, _) = same_as_one_device(model, (x,), halofx.Mesh(depth=2))

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from halofx.compiler.capture import capture
-from halofx.compiler.capture_trees import NONE, flatten, rebuild
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
+from halofx.compiler.trees import NONE, flatten, rebuild
 from tests.test_capture_replay import Model, UNet, check, randn
 
 

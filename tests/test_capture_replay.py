@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from halofx.compiler.capture import capture
-from halofx.compiler.capture_trees import rebuild
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
+from halofx.compiler.trees import rebuild
 
 LISTS_OF_VIEWS = [
     "split",

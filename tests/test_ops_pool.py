@@ -178,6 +178,30 @@ def test_halves(dtype: torch.dtype) -> None:
         assert torch.equal(y, pool(x))
 
 
+AUTOCAST: dict[str, Callable[[Tensor], Any]] = {
+    "average": lambda x: F.avg_pool3d(x, 3, 1, 1, count_include_pad=False),
+    "max": lambda x: F.max_pool3d(x, 3, 2, 1),
+    "global average": lambda x: F.adaptive_avg_pool3d(x, 1),
+    "global max": lambda x: F.adaptive_max_pool3d(x, 1),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast(name: str) -> None:
+    """Some pools turn halves into float32 under autocast: all ranks do, also those that run another form of the op."""
+    function = lambda x: AUTOCAST[name](x.bfloat16())  # noqa: E731
+    x = torch.randn(1, 2, 9, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        net, expected = compiled(function, x, depth=3), function(x)
+
+    def run(rank: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net.gather(net(net._cut(x, "args.0")))
+
+    for y in halofx.launch(run, net.mesh, timeout=30):
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+
+
 # -- adaptive pools, CONFORMANCE N7
 
 

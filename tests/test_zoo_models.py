@@ -124,9 +124,7 @@ def test_cosmoflow_training_flops(extent: int, expected: str) -> None:
         ("resnet3d-50", (2, 3, 16, 112, 112), {"classes": 400}, (2, 400)),
     ],
 )
-def test_output_shape(
-    name: str, shape: tuple[int, ...], kwargs: dict[str, object], expected: tuple[int, ...]
-) -> None:
+def test_output_shape(name: str, shape: tuple[int, ...], kwargs: dict[str, object], expected: tuple[int, ...]) -> None:
     net, x = on_meta(name, shape, **kwargs)
     assert net(x).shape == expected
 

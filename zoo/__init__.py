@@ -71,9 +71,7 @@ def _from_shape(name: str, make: Callable[..., nn.Module], shape: Sequence[int])
     derived: dict[str, object] = {"in_channels": shape[1]}
     if "input_width" in inspect.signature(make).parameters:
         if len(set(shape[2:])) > 1:
-            raise ValueError(
-                f"{name} takes cubes, not {tuple(shape[2:])}: crop or resample the input to a cube"
-            )
+            raise ValueError(f"{name} takes cubes, not {tuple(shape[2:])}: crop or resample the input to a cube")
         derived["input_width"] = shape[2]
     return derived
 

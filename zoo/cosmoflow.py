@@ -118,9 +118,7 @@ class CosmoFlowMlperf(nn.Module):
         super().__init__()
         left = input_width // 2 ** len(channels)
         if left < 1:
-            raise ValueError(
-                f"{len(channels)} pools need an input_width of {2 ** len(channels)}, not {input_width}"
-            )
+            raise ValueError(f"{len(channels)} pools need an input_width of {2 ** len(channels)}, not {input_width}")
         self.log_input = log_input
         self.convs = len(channels)
         widths = (in_channels, *channels)

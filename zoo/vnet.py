@@ -91,9 +91,7 @@ class VNet(nn.Module):
     ) -> None:
         super().__init__()
         if width % in_channels:
-            raise ValueError(
-                f"VNet adds its input to {width} channels: not a multiple of in_channels={in_channels}"
-            )
+            raise ValueError(f"VNet adds its input to {width} channels: not a multiple of in_channels={in_channels}")
         self.levels = levels
         # The first residual repeats the input; one channel broadcasts and needs no copy.
         self.repeats = width // in_channels if in_channels > 1 else 1

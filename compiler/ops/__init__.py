@@ -1,4 +1,4 @@
-"""The op table's entries, one small file a family of ops. Importing this package imports every file in it, which fills the table."""
+"""The op table's entries, one small file a family of ops. Importing this package imports every file in it."""
 
 import importlib
 import pkgutil

@@ -66,7 +66,9 @@ def _samples(dims: Sequence[int], transposed: bool, rng: Random) -> Sample:
     if transposed:
         p = [rng.randint(0, min(2, d[i] * (k[i] - 1))) for i in range(n)]
         extra = [rng.randint(0, max(s[i], d[i]) - 1) for i in range(n)]
-        size = [max(v, 1 + math.ceil(max(0, 2 * p[i] - d[i] * (k[i] - 1) - extra[i]) / s[i])) for i, v in enumerate(size)]
+        size = [
+            max(v, 1 + math.ceil(max(0, 2 * p[i] - d[i] * (k[i] - 1) - extra[i]) / s[i])) for i, v in enumerate(size)
+        ]
         op = getattr(F, f"conv_transpose{n}d")
         function = lambda x, w, *b: op(x, w, *(b or (None,)), s, p, extra, groups, d)  # noqa: E731
         weight = (cin, cout // groups, *k)
@@ -140,7 +142,13 @@ def _same_unpadded(local: Local, names: tuple[str, ...]) -> Call:
 
 
 def padded_conv(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
 ) -> torch.Tensor:
     """A convolution after an explicit zero padding, given as `torch.nn.functional.pad` takes it."""
     op = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]

@@ -214,11 +214,8 @@ def _over(dims: Callable[[Operand], tuple[int, ...]], first: int) -> Decompose:
 
 def _normalized(call: Call, emit: Emit, x: Operand, moments: Operand, dims: Any, first: int) -> Operand:
     eps = call["eps"] if call["eps"] is not None else torch.finfo(wide_dtype(x.dtype)).eps
-    like = (
-        name_of(call.target)
-        if call.target in (aten.group_norm.default, aten.layer_norm.default, aten.rms_norm.default)
-        else ""
-    )
+    name = name_of(call.target)
+    like = name if name in ("group_norm", "layer_norm", "rms_norm") else ""
     made: Operand = emit(normalize, x, moments, call["weight"], call.args.get("bias"), eps, tuple(dims), first, like)
     return made
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
-from halofx.compiler.capture_state import Changes
+from halofx.compiler.capture.state import Changes
 from halofx.compiler.errors import CompileError
 
 

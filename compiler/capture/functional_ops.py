@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from halofx.compiler.capture_views import aten, complete
+from halofx.compiler.capture.views import aten, complete
 
 
 @dataclass(frozen=True)

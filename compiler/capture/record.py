@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKey
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from halofx.compiler.capture_places import Place, Places
+from halofx.compiler.capture.places import Place, Places
 from halofx.compiler.errors import CompileError, at
 
 LARGEST_REAL = 2**24

@@ -1,9 +1,9 @@
 """Capture: one run of a model on fake inputs becomes a `Program`.
 
-    record         the ATen ops of the run, with in-place ops and views     (capture_record)
-    functionalize  no value changes; buffer writes become results           (functionalize, capture_views)
-    fold           constants computed, dead ops dropped                     (capture_fold)
-    label          nodes named after modules and source lines               (capture_labels)
+    record         the ATen ops of the run, with in-place ops and views     (record)
+    functionalize  no value changes; buffer writes become results           (functionalize, views)
+    fold           constants computed, dead ops dropped                     (fold)
+    label          nodes named after modules and source lines               (labels)
 
 The model sees shapes and no values, so that the size of its input costs nothing. What would need values, or cannot be
 said exactly without in-place ops, is refused with the line of the model that does it.
@@ -23,18 +23,18 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from halofx.compiler.capture_fold import check_reads, fold
-from halofx.compiler.capture_labels import Unique, label_nodes
-from halofx.compiler.capture_labels import rebuild as renamed
-from halofx.compiler.capture_places import Places, run
-from halofx.compiler.capture_record import Recorder, Watch, fake_like
-from halofx.compiler.capture_refuse import check_assigned, check_autograd, check_changes, check_model, check_tensor
-from halofx.compiler.capture_state import Changes, lend, module_paths, plain_world, roots_of, sharing, state_of
-from halofx.compiler.capture_trees import Path, flatten, rebuild
+from halofx.compiler.capture.fold import check_reads, fold
+from halofx.compiler.capture.functionalize import Functionalizer
+from halofx.compiler.capture.labels import Unique, label_nodes
+from halofx.compiler.capture.labels import rebuild as renamed
+from halofx.compiler.capture.places import Places, run
+from halofx.compiler.capture.record import Recorder, Watch, fake_like
+from halofx.compiler.capture.refuse import check_assigned, check_autograd, check_changes, check_model, check_tensor
+from halofx.compiler.capture.state import Changes, lend, module_paths, plain_world, roots_of, sharing, state_of
 from halofx.compiler.errors import CompileError, at
-from halofx.compiler.functionalize import Functionalizer
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
+from halofx.compiler.trees import Path, flatten, rebuild
 
 _LOCK = threading.RLock()
 """One capture at a time: the model's parameters are swapped, and some of torch's modes are global."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from halofx.compiler.capture_record import READS
+from halofx.compiler.capture.record import READS
 from halofx.compiler.errors import CompileError, at
 
 LARGEST_CONSTANT = 2**22

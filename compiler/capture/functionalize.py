@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, fx
 
 from halofx.compiler import functional
-from halofx.compiler.capture_functional_ops import Written, factory_form, functional_form
-from halofx.compiler.capture_record import written
-from halofx.compiler.capture_views import DETACH, Step, View, aten, canonical, complete, inverse
+from halofx.compiler.capture.functional_ops import Written, factory_form, functional_form
+from halofx.compiler.capture.record import written
+from halofx.compiler.capture.views import DETACH, Step, View, aten, canonical, complete, inverse
 from halofx.compiler.errors import CompileError, at
 
 GETITEM = operator.getitem
