@@ -7,6 +7,7 @@ from halofx import zoo
 from halofx.api import compile
 from halofx.compiler.errors import CompileError, HalofxError, MeshError, RankError
 from halofx.compiler.mesh import Mesh
+from halofx.compiler.opaque import opaque
 from halofx.compiler.rules import rule
 from halofx.runtime.comm import finalize, init
 from halofx.runtime.launch import launch
@@ -25,6 +26,7 @@ __all__ = [
     "finalize",
     "init",
     "launch",
+    "opaque",
     "rule",
     "zoo",
 ]

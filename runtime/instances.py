@@ -297,14 +297,17 @@ class Instances:
             if device is not None and tensor.device != device:
                 raise RankError(f"{where} is on {tensor.device}, the model on {device}; move one of them with .to(...)")
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """The state of the model, and of the loss under ``loss.``, by the keys of the program."""
+        found: dict[str, Tensor] = {}
+        for prefix, module in (("", self.model), ("loss.", self.loss)):
+            if isinstance(module, nn.Module):
+                found |= {prefix + name: p for name, p in module.named_parameters(remove_duplicate=False)}
+                found |= {prefix + name: b for name, b in module.named_buffers(remove_duplicate=False)}
+        return found
+
     def _state(self, program: Program) -> list[Tensor]:
-        tensors = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers(remove_duplicate=False)),
-        }
-        if isinstance(self.loss, nn.Module):
-            named = [*self.loss.named_parameters(), *self.loss.named_buffers()]
-            tensors |= {f"loss.{name}": value for name, value in named}
+        tensors = self._tensors()
         return [tensors[n.meta["state"]] for n in program.placeholders("state")]
 
     def _rng(self, comm: Comm, instance: Instance) -> list[Tensor]:
@@ -326,7 +329,7 @@ class Instances:
 
     @torch.no_grad()
     def _assign(self, program: Program, updates: Sequence[Tensor]) -> None:
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        buffers = self._tensors() if program.updates else {}
         for name, value in zip(program.updates, updates, strict=True):
             buffers[name].copy_(value)
 

@@ -89,7 +89,7 @@ class Recorder(ProxyTorchDispatchMode):
         """A placeholder for a fake tensor, which is also found through the original that it stands for."""
         node = self.graph.create_node("placeholder", f"p{len(self._alive)}")
         node.meta.update(meta, place=Place(None, 0, "", None), grad=True)
-        self._bind(tensor, node)
+        self.bind(tensor, node)
         self._nodes[id(original)] = node
         self._alive.append(original)
         return node
@@ -119,7 +119,7 @@ class Recorder(ProxyTorchDispatchMode):
             return out  # a question about shapes or types, or a profiler mark
         node = self.graph.create_node("call_function", func, node_args, node_kwargs)
         node.meta.update(place=place, grad=torch.is_grad_enabled())
-        self._bind(out, node)
+        self.bind(out, node)
         self._own(out, tensors)
         return out
 
@@ -201,10 +201,10 @@ class Recorder(ProxyTorchDispatchMode):
         self.constants[name] = value
         node = self.graph.create_node("get_attr", name)
         node.meta.update(place=self.places.here(), grad=True)
-        self._bind(tensor, node)
+        self.bind(tensor, node)
         return node
 
-    def _bind(self, out: Any, node: fx.Node) -> None:
+    def bind(self, out: Any, node: fx.Node) -> None:
         """Note that a value, or every tensor of a tuple of values, is the value of a node."""
         if isinstance(out, Tensor):
             self._refuse_kind(out)
@@ -219,7 +219,7 @@ class Recorder(ProxyTorchDispatchMode):
     def _bind_item(self, item: Any, index: int, node: fx.Node) -> Any:
         getitem = self.graph.create_node("call_function", operator.getitem, (node, index))
         getitem.meta.update(place=node.meta["place"], grad=node.meta["grad"])
-        self._bind(item, getitem)
+        self.bind(item, getitem)
         return getitem.meta["val"]
 
     def _own(self, out: Any, tensors: list[Tensor]) -> None:
