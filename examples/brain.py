@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ from torch import Tensor, nn
 
 import halofx
 from halofx.cli import parse_mesh
+
+Differences = dict[str, dict[str, float]]
+"""By column of the table, and by what is compared."""
 
 PATIENCE = 3600.0
 """Seconds that ranks may wait for each other: rank 0 waits for one device, and machines have other work."""
@@ -91,6 +94,11 @@ class Job:
         """How many steps are compared with one device."""
         return min(3, self.settings.steps)
 
+    @property
+    def threads(self) -> int:
+        """How many threads one device gets: as many as there are ranks, where there are cores for them."""
+        return max(2, min(self.comm.size, os.cpu_count() or 1))
+
 
 def share(comm: Any, value: Any) -> list[Any]:
     """Every rank's value, in rank order; also where ranks wait for each other."""
@@ -111,22 +119,22 @@ def run(job: Job) -> None:
     report.program(job.console, net, job.options.out)
     one = one_device(job) if job.options.check else None
     before = peak_memory()
-    small = check_small(job) if job.options.check else None
+    small = check_small(job) if one else {}
 
     x, labels = job.volume.t1(where), job.volume.labels(where)  # this rank's slab, all that it keeps
     trainer = Trainer(model, job.settings, lambda: net(x, labels))
-    checked = check_first_steps(job, trainer, one["record"]) if one else None
-    report.check(job.console, checked, small, job.checked, job.comm.size)
+    checked = check_first_steps(job, trainer, one) if one else {}
+    report.check(job.console, checked | small, job.checked, job.comm.size)
     train(job, trainer)
     facts: dict[str, Any] = {
-        "check": {"float32": checked, "float64": small},
+        "largest relative differences": checked | small,
         "memory": {
             "one device": one and [one["before"], one["peak"]],
             "ranks": share(job.comm, [before, peak_memory()]),
         },
         "seconds a step": {"one device": one and one["seconds"], "mesh": pace(trainer)},
     }
-    report.cost(job.console, facts["memory"], facts["seconds a step"], net.summary().activations)
+    report.cost(job.console, facts["memory"], facts["seconds a step"], job.threads, net.summary().activations)
     guess = predict(job, model, x)
     if guess is not None:
         finish(job, trainer, guess, slabs, facts | {"seconds": time.perf_counter() - started})
@@ -210,27 +218,29 @@ def one_device(job: Job) -> dict[str, Any] | None:
 def run_alone(job: Job, path: Path) -> str:
     """Run `brain_train.py`; the error in one line, or nothing."""
     settings = json.dumps(asdict(job.settings))
-    arguments = [settings, str(job.volume.folder), str(job.checked), str(job.comm.size), str(path)]
+    arguments = [settings, str(job.volume.folder), str(job.checked), str(job.threads), str(path)]
     done = subprocess.run([sys.executable, brain_train.__file__, *arguments], capture_output=True, text=True)
     if done.returncode < 0:
         return f"killed by signal {-done.returncode}, as happens when memory runs out"
     return (done.stderr.strip() or "no reason given").splitlines()[-1] if done.returncode else ""
 
 
-def check_first_steps(job: Job, trainer: Trainer, one: Record) -> dict[str, float]:
-    """Make the first steps on all ranks: the largest relative differences from one device."""
-    return worst(job, one, first_steps(trainer, job.checked))
+def check_first_steps(job: Job, trainer: Trainer, one: Mapping[str, Any]) -> Differences:
+    """Make the first steps on all ranks: the largest relative differences from one device, and those of one device."""
+    mine = worst(job, one["record"], first_steps(trainer, job.checked))
+    return {"float32": mine, "float32, one device": worst(job, one["record"], one["again"])}
 
 
-def check_small(job: Job) -> dict[str, float]:
-    """The same check in float64 on every n-th voxel, on every rank: what is left is rounding."""
+def check_small(job: Job) -> Differences:
+    """The same in float64 on every n-th voxel, with one device on every rank: what is left is rounding."""
     thin = (slice(None, None, max(1, round(8 / job.options.resolution))),) * 3
     x, labels = job.volume.t1(thin, torch.float64), job.volume.labels(thin)
     model, split = make_model(job.settings).double(), make_model(job.settings).double()
     one = first_steps(Trainer(model, job.settings, lambda: criterion(model(x), labels)), job.checked)
     net = compile_net(job, split, torch.float64, x.shape)
     mine, target = net.shard(x), net.shard_target(labels)
-    return worst(job, one, first_steps(Trainer(split, job.settings, lambda: net(mine, target)), job.checked))
+    many = first_steps(Trainer(split, job.settings, lambda: net(mine, target)), job.checked)
+    return {"float64": worst(job, one, many)}
 
 
 def worst(job: Job, one: Record, many: Record) -> dict[str, float]:

@@ -69,33 +69,39 @@ def program(out: Console, net: halofx.Net, folder: Path) -> None:
         verbatim(out, line)
 
 
-def check(
-    out: Console, large: Mapping[str, float] | None, small: Mapping[str, float] | None, steps: int, size: int
-) -> None:
-    """The differences from one device."""
-    title(out, f"The first {steps} steps, compared with the unmodified model on one device")
-    if large is None or small is None:
-        out.print("not compared")
+def check(out: Console, differences: Mapping[str, Mapping[str, float]], steps: int, size: int) -> None:
+    """The differences from one device, if there are any to show."""
+    if not differences:
+        title(out, "Training")
         return
+    title(out, f"The first {steps} steps beside those of the unmodified model on one device")
+    table = Table("largest relative difference", box=None, pad_edge=False, header_style="dim", padding=(0, 2))
+    columns = {
+        "float32": f"float32\n{ranks(size)}\nto one device",
+        "float32, one device": "float32\none device, 1 thread\nto more threads",
+        "float64": f"float64, smaller volume\n{ranks(size)}\nto one device",
+    }
+    for name in columns.values():
+        table.add_column(name, justify="right")
     names = {
-        "loss": "loss of each step",
+        "loss": "loss of every step",
         "gradient/1": "gradients of step 1",
         f"gradient/{steps}": f"gradients of step {steps}",
         "state": f"parameters and running statistics after step {steps}",
     }
-    table = Table("largest relative difference", box=None, pad_edge=False, header_style="dim")
-    table.add_column("float32, the whole volume", justify="right")
-    table.add_column("float64, a thinned one", justify="right")
     for kind, name in names.items():
-        table.add_row(name, f"{large[kind]:.0e}", f"{small[kind]:.0e}")
+        table.add_row(name, *(f"{differences[column][kind]:.0e}" for column in columns))
     out.print(table)
     out.print(
-        f"[dim]{ranks(size)} add in another order than one device, which shows in the last digits. In float64 there are "
-        "more of them, and no more to see: the program is the same function.[/dim]"
+        "[dim]Sums of float32 depend on their order, on one device too: the second column is one device beside itself. In "
+        "float64 the order hardly shows, and nothing else is left: the program is the same function.[/dim]"
     )
+    title(out, "Training")
 
 
-def cost(out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], forecast: int) -> None:
+def cost(
+    out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], threads: int, forecast: int
+) -> None:
     """Memory and time of one device and of each rank."""
     title(out, "Memory and time")
     rows = [(f"rank {rank}", found, seconds["mesh"]) for rank, found in enumerate(memory["ranks"])]
@@ -107,10 +113,9 @@ def cost(out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], fo
     for name, (before, peak), pace in rows:
         table.add_row(name, *(mebibytes(n) for n in (before, peak - before, peak)), f"{pace:.2f} s")
     out.print(table)
-    size = len(memory["ranks"])
     out.print(
         f"[dim]Resident memory before the first step, what training adds to it, and the sum. For what is kept from forward to "
-        f"backward halofx foretells {mebibytes(forecast)} a rank. One device ran on {size} threads, each rank on one.[/dim]"
+        f"backward halofx forecasts {mebibytes(forecast)} a rank. One device had {threads} threads, each rank one.[/dim]"
     )
 
 

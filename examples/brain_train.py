@@ -25,6 +25,9 @@ from halofx import zoo
 
 CLASSES = ("background", "gray matter", "white matter")
 
+EPS = 1e-5
+"""Of Adam, above what rounding makes of a gradient of zero: with less, Adam takes full steps along the rounding."""
+
 Forward = Callable[[], tuple[Tensor, Tensor]]
 """Makes the loss and the Dice score of every class."""
 
@@ -46,7 +49,11 @@ class Settings:
 def make_model(settings: Settings) -> nn.Module:
     """The zoo's U-Net with three classes; every rank makes the same one."""
     torch.manual_seed(settings.seed)
-    return zoo.UNet3d(in_channels=1, classes=len(CLASSES), width=settings.width, levels=settings.levels)
+    model = zoo.UNet3d(in_channels=1, classes=len(CLASSES), width=settings.width, levels=settings.levels)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm3d):
+            module.momentum = 0.3  # few steps: running statistics have to keep up
+    return model
 
 
 def criterion(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +93,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, settings: Settings, forward: Forward) -> None:
         self.model, self.forward = model, forward
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate, betas=(0.8, 0.9), eps=1e-5)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate, betas=(0.8, 0.9), eps=EPS)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, settings.rate, total_steps=settings.steps + 1
         )
@@ -138,16 +145,23 @@ def peak_memory() -> int:
 
 
 def one_device(settings: Settings, folder: Path, count: int, threads: int) -> dict[str, object]:
-    """The first steps of the unmodified model on one device: the record, seconds a step, memory before and at the peak."""
+    """The first steps of the unmodified model on one device.
+
+    Returns their ``record``, ``seconds`` a step, memory ``before`` them and at its ``peak``, and for scale the record
+    ``again`` of the same steps on one thread: no more than another order of the same sums.
+    """
     torch.set_num_threads(threads)
     model = make_model(settings)
     before = peak_memory()
     volume = Volume(folder)
     x, labels = volume.t1(), volume.labels()
     trainer = Trainer(model, settings, lambda: criterion(model(x), labels))
-    record = first_steps(trainer, count)
+    record, peak = first_steps(trainer, count), peak_memory()
     seconds = statistics.median(step.seconds for step in trainer.history)
-    return {"record": record, "seconds": seconds, "before": before, "peak": peak_memory()}
+    torch.set_num_threads(1)
+    other = make_model(settings)
+    again = first_steps(Trainer(other, settings, lambda: criterion(other(x), labels)), count)
+    return {"record": record, "again": again, "seconds": seconds, "before": before, "peak": peak}
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def same_as_one_device(
         return _distributed(net, own, inputs, targets, steps, weights, loss is not None), net
 
     # A gradient that is zero but for rounding (a bias before a norm) is compared with the others' size.
+    chaos = _chaos(model, inputs, loss, targets, steps, weights, expected) if steps else 0.0
     floor = 1e-3 * max(
         (float(v.abs().max()) for n, v in expected.items() if n.startswith("grad") and v.numel()), default=0.0
     )
@@ -93,7 +94,7 @@ def same_as_one_device(
                 f"{mesh} rank {rank} {name}: {found[name].shape} is not {value.shape}"
             )
             error = relative(found[name], value, floor if name.startswith("grad") else 0.0)
-            assert error <= tolerance, f"{mesh} rank {rank} {name}: relative error {error:.2e}"
+            assert error <= (max(tolerance, 10 * chaos) if name.startswith("after") else tolerance), f"{mesh} rank {rank} {name}: relative error {error:.2e}"
     return [net for _, net in results]
 
 
@@ -108,6 +109,18 @@ class _Weights:
             if isinstance(v, Tensor) and v.is_floating_point()
         ]
         return torch.stack(terms).sum()
+
+
+def _chaos(
+    model: nn.Module, inputs: Any, loss: Any, targets: Any, steps: int, weights: _Weights, expected: dict[str, Tensor]
+) -> float:
+    """How far the one-device model itself moves within the steps when its input moves by 2 units in the last place.
+
+    Training is chaotic: a deep net under Adam multiplies rounding; no other order of summation can be nearer than that.
+    """
+    moved = tuple(x * (1 + 4e-16) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+    other = _one_device(copy.deepcopy(model), moved, loss, targets, steps, weights)
+    return max(relative(other[n], v) for n, v in expected.items() if n.startswith("after"))
 
 
 def _leaf(value: Any) -> Any:

@@ -32,8 +32,8 @@ CASES: dict[str, Case] = {
     "unet3d-mlperf": (lambda: zoo.build("unet3d-mlperf", width=2, levels=3), (2, 1, 16, 16, 16)),
     "vnet": (lambda: zoo.build("vnet", width=2, levels=2), (2, 1, 12, 12, 8)),
     "vnet batchnorm": (lambda: zoo.build("vnet", width=2, levels=2, batchnorm=True), (2, 1, 12, 8, 8)),
-    "resnet3d-18": (lambda: zoo.build("resnet3d-18", width=2, classes=3), (2, 1, 16, 16, 16)),
-    "resnet3d-50": (lambda: zoo.build("resnet3d-50", width=2, classes=3, stem="7x7x7"), (4, 1, 16, 16, 16)),
+    "resnet3d-18": (lambda: zoo.build("resnet3d-18", width=2, classes=3, stem="7x7x7"), (4, 1, 16, 16, 8)),
+    "resnet3d-50": (lambda: zoo.build("resnet3d-50", width=2, classes=3), (4, 1, 16, 16, 16)),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class _NoRandom(TorchDispatchMode):
     """Refuses random ops: each rank would draw its own numbers."""
 
     def __init__(self, path: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.path = path
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

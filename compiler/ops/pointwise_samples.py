@@ -94,7 +94,7 @@ ELEMENTWISE: tuple[Elementwise, ...] = (
         compare_scalar=(lambda x: (x > 0.5) | (x <= -0.5) & (x != 0), None), shift=(lambda x: (x << 2) >> 1, small),
         clamp=(lambda x: x.clamp(-0.5, 0.7), None), clamp_below=(lambda x: x.clamp(min=0.1), None),
         clamp_min=(lambda x: torch.clamp_min(x, 0.2), None), clamp_max=(lambda x: torch.clamp_max(x, 0.2), None),
-        clamp_tensor=(lambda x, a, b: x.clamp(a, b), None, None, None), clip=(lambda x: x.clip(max=0.3), None),
+        clamp_tensor=(lambda x, a, b: (x + 0 * a).clamp(a, b), None, None, None), clip=(lambda x: x.clip(max=0.3), None),
         lerp=(torch.lerp, None, None, positive), lerp_scalar=(lambda x, y: torch.lerp(x, y, 0.3), None, None),
         addcmul=(lambda x, y, z: torch.addcmul(x, y, z, value=0.3), None, None, None),
         addcdiv=(lambda x, y, z: torch.addcdiv(x, y, z, value=0.3), None, None, away_from_zero),

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from halofx.compiler.index_map import IDENTITY, DimMap, Indices, Spans, expand, runs
+from halofx.compiler.index_map import IDENTITY, DimMap, Indices, Run, Spans, expand
 from halofx.compiler.interval import Interval
 from halofx.compiler.rules import Call, Local, Sample, Spec, rule
 
@@ -127,16 +127,32 @@ class Distinct:
 
     >>> Distinct((0, 0, 1, 1, 2, 2)).read(Interval(1, 4), 3)
     (Run(start=0, count=2, step=1),)
+    >>> Distinct((0, 2, 4, 6, 9, 11)).read(Interval(0, 6), 12)
+    (Run(start=0, count=4, step=2), Run(start=9, count=2, step=2))
     """
 
     indices: tuple[int, ...]
 
     def read(self, out: Interval, extent: int) -> Indices:
         wanted = list(dict.fromkeys(self.indices[out.start : out.stop]))
-        found = runs(wanted)
-        if len(found) <= 2 or not wanted:
-            return found
-        return runs(range(wanted[0], wanted[-1] + 1))  # irregular: one run is quicker than many short ones
+        found = _strides(wanted)
+        if len(found) > max(2, len(wanted) // 4):  # irregular: one run with gaps is quicker than many short ones
+            return (Run(wanted[0], wanted[-1] + 1 - wanted[0]),)
+        return found
+
+
+def _strides(indices: Sequence[int]) -> Indices:
+    """The runs of any step that a list of increasing indices falls into."""
+    found: list[Run] = []
+    for index in indices:
+        last = found[-1] if found else None
+        if last is not None and last.start is not None and last.count == 1:
+            found[-1] = Run(last.start, 2, index - last.start)
+        elif last is not None and last.start is not None and index == last.start + last.count * last.step:
+            found[-1] = Run(last.start, last.count + 1, last.step)
+        else:
+            found.append(Run(index, 1))
+    return tuple(found)
 
 
 def taps(dim: Resize, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -145,7 +161,8 @@ def taps(dim: Resize, start: int, stop: int, device: torch.device) -> tuple[Tens
     ratio = torch.tensor(dim.ratio, dtype=dim.dtype, device=device)
     if "aa" in dim.mode:
         return _wide_taps(dim, o, ratio)
-    position = ratio * o if dim.aligned else ratio * (o + 0.5) - 0.5
+    # rounded once, as the fused multiply-add of torch's kernels does
+    position = ratio * o if dim.aligned else (ratio.double() * (o.double() + 0.5) - 0.5).to(dim.dtype)
     if dim.mode == "linear":
         position = position.clamp(min=0)
     first = position.floor().clamp(max=dim.before - 1)
