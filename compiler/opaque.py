@@ -1,8 +1,8 @@
 """A module as one op: its forward is not looked into, and runs whole, or on shards where the user says that it may.
 
-    halofx.opaque(model.solver)                      gathered, run whole on every rank
-    halofx.opaque(model.tone, split="pointwise")     every output element depends on the input element at its place
-    halofx.opaque(model.head, split="batch")         samples do not depend on each other
+halofx.opaque(model.solver)                      gathered, run whole on every rank
+halofx.opaque(model.tone, split="pointwise")     every output element depends on the input element at its place
+halofx.opaque(model.head, split="batch")         samples do not depend on each other
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def module_call(call: Call) -> Spec | None:
         return " ".join([first, *"." * (operand.ndim - 1)]) if operand.ndim else ""
 
     return Spec(
-        ins={key: pattern(operand) for key, operand in inputs.items()}, outs=[pattern(o) for o in call.outs], saves=("inputs",)
+        ins={key: pattern(operand) for key, operand in inputs.items()},
+        outs=[pattern(o) for o in call.outs],
+        saves=("inputs",),
     )
 
 

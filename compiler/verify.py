@@ -17,7 +17,7 @@ from halofx.compiler.facts import (
     source_of,
 )
 from halofx.compiler.index_map import span
-from halofx.compiler.interval import blocks
+from halofx.compiler.interval import Interval, blocks
 from halofx.compiler.primitives import all_reduce, vary, vary_all
 from halofx.compiler.program import Program
 
@@ -49,13 +49,16 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
     for dim, axis in enumerate(layout.split):
         name = bound.name_of(key, dim)
         wanted = node.meta["split"].get(name) if name is not None else None
-        assert axis == wanted, f"{label_of(node)} reads {key} dim {dim} split over {wanted}, it is held over {axis}"
-        if axis is None or name is None:
+        if wanted is None or name is None:
+            assert axis is None, f"{label_of(node)} reads {key} dim {dim} whole, it is held over {axis}"
             continue
         factor = bound.factors[name]
         index_map = next(m for k, d, m in factor.ins if k == key and d == dim)
         extent = bound.call.tensors[key].shape[dim]
-        reads = tuple(index_map.read(b, extent) for b in blocks(factor.extent, program.mesh[axis]))
+        reads = tuple(index_map.read(b, extent) for b in blocks(factor.extent, program.mesh[wanted]))
+        if axis is None and all(read == span(Interval(0, extent)) for read in reads):
+            continue
+        assert axis == wanted, f"{label_of(node)} reads {key} dim {dim} split over {wanted}, it is held over {axis}"
         assert reads == _reads(program, source, dim, axis, extent), f"{label_of(node)}: {key} dim {dim} is not as read"
 
 

@@ -97,7 +97,7 @@ class Job:
     @property
     def threads(self) -> int:
         """How many threads one device gets: as many as there are ranks, where there are cores for them."""
-        return max(2, min(self.comm.size, os.cpu_count() or 1))
+        return max(2, min(self.options.mesh.size, os.cpu_count() or 1))
 
 
 def share(comm: Any, value: Any) -> list[Any]:

@@ -59,10 +59,9 @@ def draw(path: Path, t1: Any, truth: Any, guess: Any, cuts: Sequence[Sequence[in
 
     planes = planes_of(t1.shape)
     heights = [plane.cut(t1).shape[0] for plane in planes]
-    figure, axes = pyplot.subplots(
-        3, 4, figsize=(12, 9.4), facecolor=PAPER,
-        gridspec_kw={"height_ratios": heights, "hspace": 0.04, "wspace": 0.03, "top": 0.87, "bottom": 0.07, "left": 0.04, "right": 0.985},
-    )  # fmt: skip
+    margins = {"top": 0.87, "bottom": 0.07, "left": 0.04, "right": 0.985, "hspace": 0.04, "wspace": 0.03}
+    grid = {"height_ratios": heights, **margins}
+    figure, axes = pyplot.subplots(3, 4, figsize=(12, 9.4), facecolor=PAPER, gridspec_kw=grid)
     columns = {"T1": None, "truth": colored(truth), "prediction": colored(guess), "error": wrong(truth, guess)}
     for row, plane in zip(axes, planes, strict=True):
         row[0].set_ylabel(f"{plane.name}, plane {plane.at}", color=INK, fontsize=11)

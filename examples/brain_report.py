@@ -99,9 +99,7 @@ def check(out: Console, differences: Mapping[str, Mapping[str, float]], steps: i
     title(out, "Training")
 
 
-def cost(
-    out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], threads: int, forecast: int
-) -> None:
+def cost(out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], threads: int, forecast: int) -> None:
     """Memory and time of one device and of each rank."""
     title(out, "Memory and time")
     rows = [(f"rank {rank}", found, seconds["mesh"]) for rank, found in enumerate(memory["ranks"])]

@@ -126,7 +126,7 @@ def first_steps(trainer: Trainer, count: int) -> Record:
 def difference(one: Record, many: Record, prefix: str) -> float:
     """The largest relative difference, in norm, of the tensors whose names begin with ``prefix``."""
     pairs = [(one[name].double(), many[name].double()) for name in one if name.startswith(prefix)]
-    return max(((b - a).norm() / a.norm().clamp(min=1e-300)).item() for a, b in pairs)
+    return max(float((b - a).norm() / a.norm().clamp(min=1e-300)) for a, b in pairs)
 
 
 def peak_memory() -> int:

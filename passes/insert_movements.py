@@ -109,8 +109,10 @@ def _step(mesh: Mesh, axis: str, layout: Layout, shape: list[int], need: Need) -
     if have is None and differs is None:
         return None
     assert dim is not None
-    if not reads:
-        reads = (span(Interval(0, shape[dim])),) * mesh[axis]
+    everything = (span(Interval(0, shape[dim])),) * mesh[axis]
+    if have is None and reads == everything:
+        return None  # held whole, and every rank reads all of it: a value like any whole one, `vary` sees to it
+    reads = reads or everything
     plan = Redistribution(
         axis, mesh[axis], have, differs, shape[have] if have is not None else 0,
         shape[differs] if differs is not None else 0, reads,

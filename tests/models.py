@@ -94,7 +94,9 @@ def same_as_one_device(
                 f"{mesh} rank {rank} {name}: {found[name].shape} is not {value.shape}"
             )
             error = relative(found[name], value, floor if name.startswith("grad") else 0.0)
-            assert error <= (max(tolerance, 10 * chaos) if name.startswith("after") else tolerance), f"{mesh} rank {rank} {name}: relative error {error:.2e}"
+            assert error <= (max(tolerance, 10 * chaos) if name.startswith("after") else tolerance), (
+                f"{mesh} rank {rank} {name}: relative error {error:.2e}"
+            )
     return [net for _, net in results]
 
 

@@ -41,7 +41,9 @@ class Outer(nn.Module):
         return a + b
 
 
-@pytest.mark.parametrize(("inner", "tone"), [("whole", "whole"), ("whole", "pointwise"), ("batch", "pointwise"), ("batch", "batch")])
+@pytest.mark.parametrize(
+    ("inner", "tone"), [("whole", "whole"), ("whole", "pointwise"), ("batch", "pointwise"), ("batch", "batch")]
+)
 @pytest.mark.parametrize("sizes", [{"depth": 2}, {"data": 2}, {"data": 2, "depth": 3}], ids=str)
 def test_opaque_modules_are_exact(inner: str, tone: str, sizes: dict[str, int]) -> None:
     torch.manual_seed(0)

@@ -135,8 +135,13 @@ def test_g12_kinds(kind: str) -> None:
         for options in ({"scale_factor": 2}, {"size": (5, 4) if two else (5, 4, 9)}):
             for align in (True, False) if not kind.startswith("nearest") else (None,):
                 extra = {"mode": kind.split()[0], "align_corners": align, "antialias": kind.endswith("aa")}
-                sample = Sample(lambda x, o=options | extra: F.interpolate(x, **o), ((1, 1, depth, *(4, 5)[: 1 + (not two)]),))
-                for axes, split in (({"depth": 4}, ("depth", None, None)), ({"depth": 2, "width": 2}, ("depth", "width", None))):
+                sample = Sample(
+                    lambda x, o=options | extra: F.interpolate(x, **o), ((1, 1, depth, *(4, 5)[: 1 + (not two)]),)
+                )
+                for axes, split in (
+                    ({"depth": 4}, ("depth", None, None)),
+                    ({"depth": 2, "width": 2}, ("depth", "width", None)),
+                ):
                     layout = (None, None, *split[: 2 if two else 3])
                     check(Case(sample, halofx.Mesh(**axes), {"args.0": layout}, "split"), depth)
 

@@ -84,7 +84,9 @@ def windows(x: Tensor, size: int = 4) -> Tensor:
     n, d, h, w, c = x.shape
     cut = x.view(n, d // size, size, h // size, size, w // size, size, c).permute(0, 1, 3, 5, 2, 4, 6, 7)
     y = torch.tanh(cut.contiguous().view(-1, size**3, c))
-    return y.view(n, d // size, h // size, w // size, size, size, size, c).permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(x.shape)
+    return (
+        y.view(n, d // size, h // size, w // size, size, size, size, c).permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(x.shape)
+    )
 
 
 def test_windows_of_one_volume_stay_split() -> None:
@@ -162,3 +164,32 @@ def test_s6_uneven_outputs_are_canonical_blocks(function: Callable[[Tensor], Ten
     results = halofx.launch(run, 4)
     assert [planes for planes, _ in results] == extents
     assert all(relative(y, function(x)) < 1e-12 for _, y in results)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: F.interpolate(x, scale_factor=1.5, mode="trilinear").sin(), lambda x: F.interpolate(x, scale_factor=2).sin(),
+    lambda x: F.pad(x, (1, 1, 1, 1, 2, 1), mode="reflect").sin(), lambda x: torch.cat([x, x[:, :, 1:3] ** 2], 2).sin(),
+    lambda x: torch.slice_scatter(x, x[:, :, :2] ** 2, 2, 3, 5).flatten(2).sin(), lambda x: x.roll(2, 2) * x.flip(2),
+    lambda x: x[:, :, [4, 0, 0]] ** 3,
+])  # fmt: skip
+def test_second_derivatives(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(1, 1, 5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def penalty(y: Tensor, of: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+        (slope,) = torch.autograd.grad((y * weights).sum(), of, create_graph=True)
+        return (whole(slope) ** 2).sum()
+
+    one = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(function(one), one, lambda g: g), one)
+    mesh = halofx.Mesh(depth=3)
+
+    def run(rank: int) -> Tensor:
+        net = halofx.compile(Op(lambda x: (function(x), x * 1)), mesh, inputs=[x])
+        shard = net.shard(x).requires_grad_()
+        y, like = net(shard)
+        slope = torch.autograd.grad(penalty(net.gather(y), shard, lambda g: net.gather(g, like=like)), shard)[0]
+        return net.gather(slope, like=like)  # type: ignore[no-any-return]
+
+    for found in halofx.launch(run, mesh):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

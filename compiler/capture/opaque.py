@@ -1,7 +1,7 @@
 """Recording a marked module as one node.
 
-    def forward(self, x):             %opaque_solver = ModuleCall([%x], [%solver.weight])
-        return self.solver(x)
+def forward(self, x):             %opaque_solver = ModuleCall([%x], [%solver.weight])
+    return self.solver(x)
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def _recorded(path: str, module: nn.Module, recorder: Recorder) -> Any:
             )
         values, out_spec = tree_flatten(out)
         if not all(isinstance(v, Tensor) for v in values):
-            raise CompileError(f"the opaque module {path} returns more than tensors{at(str(place))}; return tensors only")
+            raise CompileError(
+                f"the opaque module {path} returns more than tensors{at(str(place))}; return tensors only"
+            )
         nodes = ([recorder.node_of(t) for t in inputs], [recorder.node_of(t) for t in state])
         node = recorder.graph.create_node("call_function", target, nodes)
         node.meta.update(place=place, grad=torch.is_grad_enabled())

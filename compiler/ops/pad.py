@@ -12,6 +12,7 @@ padded extent, so a rank may get planes of its neighbor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -66,7 +67,14 @@ def _pad_samples(rng: Random) -> Sample:
             pair = [max(0, v) if rng.random() < 0.5 else 0 for v in pair]
         flat += pair
     value = rng.choice([None, 0.0, 1.5, float("-inf")]) if mode == "constant" else None
-    return Sample(lambda x: F.pad(x, flat, mode, value), (tuple(shape),), label=f"pad {flat} {mode} {value}")
+    op = partial(F.pad, pad=flat, mode=mode, value=value)
+    if rng.random() < 0.3:  # as ATen code calls it
+        if mode == "constant":
+            op = partial(aten.constant_pad_nd.default, pad=flat, value=value or 0)
+        elif mode in ("reflect", "replicate"):
+            kind = {"reflect": "reflection", "replicate": "replication"}[mode]
+            op = partial(getattr(aten, f"{kind}_pad{padded}d").default, padding=flat)
+    return Sample(lambda x: op(x), (tuple(shape),), label=f"pad {flat} {mode} {value}")
 
 
 def _too_wide(extent: int, pair: Sequence[int]) -> bool:
