@@ -256,7 +256,7 @@ def test_explain_and_listing() -> None:
     assert "padding=(0, 0, 1)" in text and "f64[1, 3, 6@depth, 6@height, 6]" in text
     told = net.explain("layers.0.h0")
     assert "0->1[2:3] 1->0[3:4]" in told and "depth 0   reads dim 2 at fill x 1 [0:4]" in told
-    with pytest.raises(halofx.HalofxError, match="did you mean layers.0"):
+    with pytest.raises(halofx.HalofxError, match=r"did you mean layers\.0"):
         net.explain("layers.9.h0")
     with pytest.raises(ValueError, match="the passes are"):
         net.listing(after="nothing")
