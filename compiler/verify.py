@@ -59,7 +59,9 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
         if axis is None and all(read == span(Interval(0, extent)) for read in reads):
             continue
         assert axis == wanted, f"{label_of(node)} reads {key} dim {dim} split over {wanted}, it is held over {axis}"
-        assert reads == _reads(program, source, dim, wanted, extent), f"{label_of(node)}: {key} dim {dim} is not as read"
+        assert reads == _reads(program, source, dim, wanted, extent), (
+            f"{label_of(node)}: {key} dim {dim} is not as read"
+        )
 
 
 def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) -> tuple[object, ...]:
