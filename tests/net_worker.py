@@ -9,14 +9,16 @@ import torch
 
 import halofx
 from halofx.cli import parse_mesh
+from halofx.runtime.comm import current
 from tests.models import TinyUNet, relative
 
 
 def work(mesh: halofx.Mesh) -> float:
     """The largest relative error of output and gradients on this rank."""
     torch.manual_seed(0)
-    model = TinyUNet().double()
-    x = torch.randn(2, 1, 9, 8, 7, dtype=torch.float64)
+    device = torch.device("cuda", torch.cuda.current_device()) if current().name == "nccl" else torch.device("cpu")
+    model = TinyUNet().double().to(device)
+    x = torch.randn(2, 1, 9, 8, 7, dtype=torch.float64).to(device)
     one = copy.deepcopy(model)
     expected = one(x)
     expected.square().sum().backward()
