@@ -313,6 +313,7 @@ def set_up(options: Options, comm: Any) -> Volume:
 def main() -> int:
     """Run the demo; the exit code."""
     options = parse()
+    brain_train.return_freed_memory()
     comm = halofx.init(timeout=PATIENCE)
     if comm.rank:
         warnings.simplefilter("ignore")  # rank 0 shows them

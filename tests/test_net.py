@@ -333,3 +333,31 @@ def test_a_parameter_written_between_forward_and_backward_is_found() -> None:
     model = Convs(2).double()
     with pytest.raises(halofx.HalofxError, match=r"modified in place after the forward pass"):
         halofx.launch(run, 2)
+
+
+def test_shapes_and_loss_from_the_first_call() -> None:
+    """Nothing declared: shapes, of targets too, come from the shards of each call."""
+    torch.manual_seed(0)
+    model = Convs(2).double()
+    cases = [(volume(2, 1, d, 6, 5), torch.randint(0, 3, (2, d, 6, 5))) for d in (9, 10, 9)]
+
+    def run(rank: int) -> list[tuple[Tensor, Tensor]]:
+        own = copy.deepcopy(model)
+        net = halofx.compile(own, halofx.Mesh(data=2, depth=2), loss=F.cross_entropy)
+        found = []
+        for x, y in cases:
+            net.zero_grad()
+            loss = net(net.shard(x), net.shard_target(y))
+            loss.backward()
+            found.append((loss.detach(), own.layers[0].weight.grad.clone()))  # type: ignore[union-attr,operator]
+        assert len(net.instances.cache) == 2
+        return found
+
+    results = halofx.launch(run, 4)
+    for i, (x, y) in enumerate(cases):
+        model.zero_grad()
+        expected = F.cross_entropy(model(x), y)
+        expected.backward()
+        for found in results:
+            assert relative(found[i][0], expected) < 1e-12
+            assert relative(found[i][1], model.layers[0].weight.grad) < 1e-10  # type: ignore[union-attr,arg-type]
