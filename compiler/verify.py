@@ -18,7 +18,7 @@ from halofx.compiler.facts import (
 )
 from halofx.compiler.index_map import span
 from halofx.compiler.interval import Interval, blocks
-from halofx.compiler.primitives import all_reduce, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
 
 LOWERED = ("insert_movements", "merge_movements")
@@ -66,8 +66,9 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
 
 def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) -> tuple[object, ...]:
     """What the coordinates of an axis hold of one dim."""
-    while (move := move_of(node)) is not None:
-        if move.need == dim and move.axis == axis:
+    while calls(node, redistribute, vary):
+        move = move_of(node)
+        if move is not None and move.need == dim and move.axis == axis:
             return tuple(move.reads)
         node = source_of(node)
     return tuple(span(b) for b in blocks(extent, program.mesh[axis]))

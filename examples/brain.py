@@ -40,9 +40,9 @@ from brain_train import (
     Step,
     Trainer,
     criterion,
-    difference,
     first_steps,
     make_model,
+    measured,
     peak_memory,
 )
 from rich.console import Console
@@ -92,7 +92,7 @@ class Job:
     @property
     def checked(self) -> int:
         """How many steps are compared with one device."""
-        return min(3, self.settings.steps)
+        return min(2, self.settings.steps)
 
     @property
     def threads(self) -> int:
@@ -118,25 +118,20 @@ def run(job: Job) -> None:
     report.head(job.console, job.options.resolution, job.volume.shape, model, job.options.mesh, slabs)
     report.program(job.console, net, job.options.out)
     one = one_device(job) if job.options.check else None
-    before = peak_memory()
-    small = check_small(job) if one else {}
 
-    x, labels = job.volume.t1(where), job.volume.labels(where)  # this rank's slab, all that it keeps
     trainer = Trainer(model, job.settings, lambda: net(x, labels))
-    checked = check_first_steps(job, trainer, one) if one else {}
-    report.check(job.console, checked | small, job.checked, job.comm.size)
+    before = peak_memory()
+    x, labels = job.volume.t1(where), job.volume.labels(where)  # this rank's slab, all that it keeps
+    record, peak = measured(trainer, job.checked)
+    differences = compare(job, one, record) if one else {}
+    report.check(job.console, differences, job.checked, job.comm.size)
     train(job, trainer)
-    facts: dict[str, Any] = {
-        "largest relative differences": checked | small,
-        "memory": {
-            "one device": one and [one["before"], one["peak"]],
-            "ranks": share(job.comm, [before, peak_memory()]),
-        },
-        "seconds a step": {"one device": one and one["seconds"], "mesh": pace(trainer)},
-    }
-    report.cost(job.console, facts["memory"], facts["seconds a step"], job.threads, net.summary().activations)
+    memory = {"ranks": share(job.comm, [before, peak]), "one device": one and [one["before"], one["peak"]]}
+    seconds = {"ranks": pace(job, trainer), "one device": one and one["seconds"]}
+    report.cost(job.console, memory, seconds, job.threads, net.summary().activations)
     guess = predict(job, model, x)
     if guess is not None:
+        facts = {"largest relative differences": differences, "memory": memory, "seconds a step": seconds}
         finish(job, trainer, guess, slabs, facts | {"seconds": time.perf_counter() - started})
 
 
@@ -153,6 +148,9 @@ def compile_net(
 def train(job: Job, trainer: Trainer) -> None:
     """The steps that are left: with a progress bar, or a line now and then where there is no terminal."""
     done, total = len(trainer.history), job.settings.steps
+    if done == total:
+        return
+    report.title(job.console, "Training")
     if not job.console.is_terminal:
         for step in range(done + 1, total + 1):
             told = describe(trainer.step())
@@ -172,9 +170,9 @@ def describe(step: Step) -> str:
     return f"loss {step.loss:.4f}   Dice gray {gray:.3f}  white {white:.3f}   {step.seconds:.2f} s a step"
 
 
-def pace(trainer: Trainer) -> float:
-    """Seconds a step, without the first one."""
-    return statistics.median(step.seconds for step in trainer.history[1:] or trainer.history)
+def pace(job: Job, trainer: Trainer) -> float:
+    """Median seconds of the steps after the first ones, if there are any."""
+    return statistics.median(step.seconds for step in trainer.history[job.checked :] or trainer.history)
 
 
 def predict(job: Job, model: nn.Module, x: Tensor) -> Tensor | None:
@@ -225,28 +223,30 @@ def run_alone(job: Job, path: Path) -> str:
     return (done.stderr.strip() or "no reason given").splitlines()[-1] if done.returncode else ""
 
 
-def check_first_steps(job: Job, trainer: Trainer, one: Mapping[str, Any]) -> Differences:
-    """Make the first steps on all ranks: the largest relative differences from one device, and those of one device."""
-    mine = worst(job, one["record"], first_steps(trainer, job.checked))
-    return {"float32": mine, "float32, one device": worst(job, one["record"], one["again"])}
+def compare(job: Job, one: Mapping[str, Any], many: Record) -> Differences:
+    """The largest relative differences of the ranks from one device, of one device from itself, and those in float64."""
+    return {
+        "float32": worst(job, one["record"], many),
+        "float32, one device": worst(job, one["record"], one["again"]),
+        "float64": worst(job, *small_steps(job)),
+    }
 
 
-def check_small(job: Job) -> Differences:
-    """The same in float64 on every n-th voxel, with one device on every rank: what is left is rounding."""
+def small_steps(job: Job) -> tuple[Record, Record]:
+    """The first steps in float64 on every n-th voxel: by one device, which every rank is, and by all ranks."""
     thin = (slice(None, None, max(1, round(8 / job.options.resolution))),) * 3
     x, labels = job.volume.t1(thin, torch.float64), job.volume.labels(thin)
     model, split = make_model(job.settings).double(), make_model(job.settings).double()
     one = first_steps(Trainer(model, job.settings, lambda: criterion(model(x), labels)), job.checked)
     net = compile_net(job, split, torch.float64, x.shape)
     mine, target = net.shard(x), net.shard_target(labels)
-    many = first_steps(Trainer(split, job.settings, lambda: net(mine, target)), job.checked)
-    return {"float64": worst(job, one, many)}
+    return one, first_steps(Trainer(split, job.settings, lambda: net(mine, target)), job.checked)
 
 
 def worst(job: Job, one: Record, many: Record) -> dict[str, float]:
     """Relative differences by what is compared, the largest of all ranks."""
     kinds = ("loss", "gradient/1", f"gradient/{job.checked}", "state")
-    mine = {kind: difference(one, many, f"{kind}/") for kind in kinds}
+    mine = {kind: brain_train.difference(one, many, f"{kind}/") for kind in kinds}
     everyone = share(job.comm, mine)
     return {kind: max(found[kind] for found in everyone) for kind in mine}
 
@@ -313,7 +313,6 @@ def set_up(options: Options, comm: Any) -> Volume:
 def main() -> int:
     """Run the demo; the exit code."""
     options = parse()
-    brain_train.return_freed_memory()
     comm = halofx.init(timeout=PATIENCE)
     if comm.rank:
         warnings.simplefilter("ignore")  # rank 0 shows them

@@ -72,7 +72,6 @@ def program(out: Console, net: halofx.Net, folder: Path) -> None:
 def check(out: Console, differences: Mapping[str, Mapping[str, float]], steps: int, size: int) -> None:
     """The differences from one device, if there are any to show."""
     if not differences:
-        title(out, "Training")
         return
     title(out, f"The first {steps} steps beside those of the unmodified model on one device")
     table = Table("largest relative difference", box=None, pad_edge=False, header_style="dim", padding=(0, 2))
@@ -96,13 +95,12 @@ def check(out: Console, differences: Mapping[str, Mapping[str, float]], steps: i
         "[dim]Sums of float32 depend on their order, on one device too: the second column is one device beside itself. In "
         "float64 the order hardly shows, and nothing else is left: the program is the same function.[/dim]"
     )
-    title(out, "Training")
 
 
 def cost(out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], threads: int, forecast: int) -> None:
     """Memory and time of one device and of each rank."""
     title(out, "Memory and time")
-    rows = [(f"rank {rank}", found, seconds["mesh"]) for rank, found in enumerate(memory["ranks"])]
+    rows = [(f"rank {rank}", found, seconds["ranks"]) for rank, found in enumerate(memory["ranks"])]
     if memory["one device"]:
         rows.insert(0, ("one device", memory["one device"], seconds["one device"]))
     table = Table("peak memory of a process", box=None, pad_edge=False, header_style="dim")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -146,31 +145,41 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def return_freed_memory() -> None:
-    """Have glibc give large arrays back to the system when they are freed.
+def return_freed_memory(at_once: bool) -> None:
+    """Have glibc give large arrays back to the system when they are freed, or keep what it can, which is faster.
 
-    Else those below 32 MiB, which are a rank's but not one device's, stay in its heap and leave holes, and the peak that is
-    measured says more about the holes than about the arrays.
+    In between, as it is by default, arrays below 32 MiB, which are a rank's but not one device's, stay in a heap with holes,
+    and the peak that is measured says more about the holes than about the arrays.
     """
-    map_threshold, size = -3, 1 << 20
+    trim_threshold, map_threshold = -1, -3
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(map_threshold, size)
+        glibc = ctypes.CDLL("libc.so.6")
+        glibc.mallopt(map_threshold, (1 if at_once else 32) << 20)
+        glibc.mallopt(trim_threshold, (1 if at_once else 1024) << 20)
+
+
+def measured(trainer: Trainer, count: int) -> tuple[Record, int]:
+    """The first steps: their record, and the peak memory of the process [bytes]."""
+    return_freed_memory(at_once=True)
+    record, peak = first_steps(trainer, count), peak_memory()
+    return_freed_memory(at_once=False)
+    return record, peak
 
 
 def one_device(settings: Settings, folder: Path, count: int, threads: int) -> dict[str, object]:
     """The first steps of the unmodified model on one device.
 
-    Returns their ``record``, ``seconds`` a step, memory ``before`` them and at its ``peak``, and for scale the record
-    ``again`` of the same steps on one thread: no more than another order of the same sums.
+    Returns their ``record``, memory ``before`` them and at its ``peak``, and the ``seconds`` of one more step. For scale the
+    record ``again`` is of the same steps on one thread: no more than another order of the same sums.
     """
     torch.set_num_threads(threads)
     model = make_model(settings)
+    trainer = Trainer(model, settings, lambda: criterion(model(x), labels))
     before = peak_memory()
     volume = Volume(folder)
     x, labels = volume.t1(), volume.labels()
-    trainer = Trainer(model, settings, lambda: criterion(model(x), labels))
-    record, peak = first_steps(trainer, count), peak_memory()
-    seconds = statistics.median(step.seconds for step in trainer.history)
+    record, peak = measured(trainer, count)
+    seconds = trainer.step().seconds
     torch.set_num_threads(1)
     other = make_model(settings)
     again = first_steps(Trainer(other, settings, lambda: criterion(other(x), labels)), count)
@@ -178,6 +187,5 @@ def one_device(settings: Settings, folder: Path, count: int, threads: int) -> di
 
 
 if __name__ == "__main__":
-    return_freed_memory()
     chosen = Settings(**json.loads(sys.argv[1]))
     torch.save(one_device(chosen, Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])), sys.argv[5])

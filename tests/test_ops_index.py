@@ -142,3 +142,14 @@ def test_what_is_detached_stops_cotangents_on_every_rank_alike(thin: str) -> Non
     torch.manual_seed(0)
     x = torch.randn(1, 1, 9, 6, 6, dtype=torch.float64)
     same_as_one_device(Stopped().double(), (x,), halofx.Mesh(depth=4), thin=thin)
+
+
+def test_two_split_dims_indexed_by_split_indices() -> None:
+    # the volume is gathered over one axis, read whole over the other, and met by indices split over both
+    def picked(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return x[i, j]
+
+    rows, columns = (lambda s, n=n: torch.randint(0, n, s) for n in (4, 6))
+    sample = Sample(picked, ((4, 6), (4, 2), (4, 2)), {1: rows, 2: columns})
+    layouts = {"args.0": ("height", "width"), "args.1": (None, "width"), "args.2": (None, None)}
+    check(Case(sample, halofx.Mesh(height=2, width=2), layouts, "split"))

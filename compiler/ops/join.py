@@ -9,9 +9,7 @@ Along a split dim every input is read through a shifted window, so a rank gets t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from random import Random
-from typing import Any
 
 import torch
 
@@ -38,31 +36,34 @@ def cat_spec(call: Call, dim: int) -> Spec:
     return Spec({"tensors": patterns}, [dims], maps=maps, flops=0)
 
 
-def _cat_samples(functions: Sequence[Any], rng: Random) -> Sample:
+def _shapes(rng: Random, shape: Sequence[int], dim: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of one to three tensors that differ in one dim."""
+    return tuple((*shape[:dim], rng.randint(1, 6), *shape[dim + 1 :]) for _ in range(rng.randint(1, 3)))
+
+
+def _cat_samples(rng: Random) -> Sample:
     shape = random_shape(rng)
-    dim, function = random_dim(rng, len(shape)), rng.choice(functions)
-    at = {torch.hstack: min(1, len(shape) - 1), torch.vstack: 0, torch.dstack: 2, torch.column_stack: 1}.get(
-        function, dim
+    dim, function = random_dim(rng, len(shape)), rng.choice([torch.cat, torch.cat, torch.concat, torch.concatenate])
+    extra = [torch.zeros(0, dtype=torch.float64)] if rng.random() < 0.15 else []
+    shapes = _shapes(rng, shape, dim % len(shape))
+    return Sample(
+        lambda *xs: function([*xs, *(e.clone() for e in extra)], dim), shapes, label=f"{function.__name__} {dim}"
     )
-    count = rng.randint(1, 3)
-    shapes = [[rng.randint(1, 6) if d == at % len(shape) else n for d, n in enumerate(shape)] for _ in range(count)]
-    if at >= len(shape):
-        shapes = [list(shape)] * count
-    stacks = function in (torch.hstack, torch.vstack, torch.dstack, torch.column_stack)
-    if function is torch.vstack and len(shape) == 1:
-        shapes = [list(shape)] * count
-    extra = rng.random() < 0.15 and not stacks
-    call = (
-        (lambda *xs: function(xs))
-        if stacks
-        else lambda *xs: function([*xs, torch.zeros(0).double()][: len(xs) + extra], dim)
+
+
+def _stacks_samples(rng: Random) -> Sample:
+    shape = random_shape(rng)
+    function, dim = rng.choice(
+        [(torch.hstack, min(1, len(shape) - 1)), (torch.vstack, 0), (torch.dstack, 2), (torch.column_stack, 1)]
     )
-    return Sample(call, tuple(tuple(s) for s in shapes), label=f"{function.__name__} {dim}")
+    reshaped = dim >= len(shape) or (len(shape) == 1 and function is torch.vstack)
+    shapes = (shape,) * 2 if reshaped else _shapes(rng, shape, dim)
+    return Sample(lambda *xs: function(xs), shapes, label=function.__name__)
 
 
 @rule(
     aten.cat.default, aten.concat.default, aten.concatenate.default,
-    samples=partial(_cat_samples, (torch.cat, torch.cat, torch.concat, torch.concatenate)),
+    samples=_cat_samples,
 )  # fmt: skip
 def cat(call: Call) -> Spec:
     """y[o] = x_i[o - (extents of the x before x_i)]"""
@@ -71,7 +72,7 @@ def cat(call: Call) -> Spec:
 
 @rule(
     aten.hstack.default, aten.vstack.default, aten.dstack.default, aten.column_stack.default,
-    samples=partial(_cat_samples, (torch.hstack, torch.vstack, torch.dstack, torch.column_stack)),
+    samples=_stacks_samples,
 )  # fmt: skip
 def stack_along(call: Call) -> Spec | None:
     """`cat` along a dim that the name says; None where the tensors have fewer dims and are reshaped first"""

@@ -13,7 +13,7 @@ from torch import Tensor
 from halofx.compiler.ops.dims import names, wrap
 from halofx.compiler.ops.pointwise import broadcast
 from halofx.compiler.ops.samples import random_shape
-from halofx.compiler.rules import Call, Operand, Sample, Spec, rule
+from halofx.compiler.rules import Call, Local, Operand, Sample, Spec, rule
 
 aten = torch.ops.aten
 
@@ -111,9 +111,21 @@ def solve(call: Call) -> Spec:
     return Spec(
         ins={keys[0]: of(a, 2), keys[1]: of(x, rest)},
         outs=[" ".join([*batch, *"." * rest])],
+        local=_matrices if call.target is aten.linalg_solve.default and not vector and x.ndim == a.ndim - 1 else None,
         flops=2 * a.numel * a.shape[-1] + 2 * out.numel * a.shape[-1],
         saves=(keys[0], "output"),
     )
+
+
+def _matrices(local: Local) -> Call:
+    """A right side of matrices may look like one of vectors in this rank's extents: it gets a batch dim to tell."""
+    return local.call.with_(target=solve_matrices, **local.call.args)
+
+
+def solve_matrices(A: Tensor, B: Tensor, left: bool = True) -> Tensor:
+    """The solution for matrices ``B`` that have one dim less than ``A``."""
+    solution: Tensor = torch.linalg.solve(A, B[None], left=left)
+    return solution
 
 
 def _cross_samples(rng: Random) -> Sample:

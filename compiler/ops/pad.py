@@ -59,11 +59,7 @@ def _pad_samples(rng: Random) -> Sample:
     for n in shape[::-1][:padded]:
         most = {"constant": 4, "replicate": 4, "reflect": n - 1, "circular": n}[mode]
         pair = [rng.choice([0, rng.randint(0, most), rng.randint(0, most), rng.randint(-n, most)]) for _ in range(2)]
-        while (
-            n + sum(pair) < 1
-            or n + min(0, pair[0]) + min(0, pair[1]) < 1
-            or (mode == "circular" and _too_wide(n, pair))
-        ):
+        while n + sum(min(0, v) for v in pair) < 1 or (mode == "circular" and _too_wide(n, pair)):
             pair = [max(0, v) if rng.random() < 0.5 else 0 for v in pair]
         flat += pair
     value = rng.choice([None, 0.0, 1.5, float("-inf")]) if mode == "constant" else None
@@ -91,8 +87,8 @@ def _too_wide(extent: int, pair: Sequence[int]) -> bool:
 def pad(call: Call) -> Spec | None:
     """y[o] = x[o - lower], outside of x by the mode"""
     x, (flat, mode, value) = call["self"], _arguments(call)
-    if isinstance(value, complex):
-        return None
+    if isinstance(value, complex) or float(value) != value:
+        return None  # the movement fills with a float
     dims = pattern(x.ndim)
     maps = {
         f"d{d}": pad_map(x.shape[d], *pair, mode) for d, pair in enumerate(per_side(flat, x.ndim)) if pair != (0, 0)

@@ -158,7 +158,7 @@ def _strides(indices: Sequence[int]) -> Indices:
 def taps(dim: Resize, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The input indices [o, k] that outputs ``start:stop`` read, and their weights [o, k], by torch's formulas."""
     o = torch.arange(start, stop, dtype=dim.dtype, device=device)
-    ratio = torch.tensor(dim.ratio, dtype=dim.dtype, device=device)
+    ratio = torch.full((), dim.ratio, dtype=dim.dtype, device=device)
     if "aa" in dim.mode:
         return _wide_taps(dim, o, ratio)
     # rounded once, as the fused multiply-add of torch's kernels does
