@@ -42,8 +42,8 @@ class Settings:
 
     width: int = 4
     levels: int = 3
-    steps: int = 30
-    rate: float = 0.04
+    steps: int = 28
+    rate: float = 0.06
     seed: int = 0
 
 

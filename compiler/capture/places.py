@@ -22,19 +22,17 @@ from torch import nn
 
 T = TypeVar("T")
 
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _CALL = nn.Module._call_impl.__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The innermost line of user code, the innermost named module, and the custom autograd Function, if inside one."""
+    """The innermost line of user code and the innermost named module."""
 
     file: str | None
     line: int
     module: str | None
-    function: type | None
 
     def __str__(self) -> str:
         """``model.py:12: x = self.conv(x)``; empty when no user code is on the stack."""
@@ -58,7 +56,7 @@ class Places:
     def here(self) -> Place:
         """The place of the running op."""
         file: str | None = None
-        line, path, function = 0, None, None
+        line, path = 0, None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not _RUN:
             code = frame.f_code
@@ -66,22 +64,20 @@ class Places:
                 file, line = code.co_filename, frame.f_lineno
             elif code is _CALL and path is None:
                 path = self.names.get(id(frame.f_locals["self"]))
-            elif code is _APPLY and function is None:
-                function = frame.f_locals["cls"]
             frame = frame.f_back
         if frame is None:  # not within a run
-            return Place(None, 0, self.default, None)
-        return Place(file, line, self.default if path is None else path, function)
+            return Place(None, 0, self.default)
+        return Place(file, line, self.default if path is None else path)
 
     def of_error(self, error: BaseException) -> Place:
         """The innermost line of user code that an exception came through."""
-        place, started = Place(None, 0, None, None), False
+        place, started = Place(None, 0, None), False
         trace: TracebackType | None = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
             started = started or code is _RUN
             if started and self.is_user(code.co_filename):
-                place = Place(code.co_filename, trace.tb_lineno, None, None)
+                place = Place(code.co_filename, trace.tb_lineno, None)
             trace = trace.tb_next
         return place
 

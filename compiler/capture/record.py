@@ -88,7 +88,7 @@ class Recorder(ProxyTorchDispatchMode):
     def placeholder(self, tensor: Tensor, original: Tensor, **meta: Any) -> fx.Node:
         """A placeholder for a fake tensor, which is also found through the original that it stands for."""
         node = self.graph.create_node("placeholder", f"p{len(self._alive)}")
-        node.meta.update(meta, place=Place(None, 0, "", None), grad=True)
+        node.meta.update(meta, place=Place(None, 0, ""), grad=True)
         self.bind(tensor, node)
         self._nodes[id(original)] = node
         self._alive.append(original)
@@ -230,11 +230,6 @@ class Recorder(ProxyTorchDispatchMode):
     # -- what is refused while it happens
 
     def _refuse(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any, place: Place) -> None:
-        if place.function is not None:
-            raise CompileError(
-                f"the custom autograd Function {place.function.__name__} has its own backward, which a capture of its "
-                f"forward would lose{at(str(place))}; write it with differentiable torch functions"
-            )
         if autocast_state() != self.autocast:
             raise CompileError(
                 f"the forward turns autocast on or off around {func}{at(str(place))}; put the autocast around the call "

@@ -30,7 +30,14 @@ from halofx.compiler.capture.labels import rebuild as renamed
 from halofx.compiler.capture.opaque import opaque_modules
 from halofx.compiler.capture.places import Places, run
 from halofx.compiler.capture.record import Recorder, Watch, fake_like
-from halofx.compiler.capture.refuse import check_assigned, check_autograd, check_changes, check_model, check_tensor
+from halofx.compiler.capture.refuse import (
+    check_assigned,
+    check_autograd,
+    check_changes,
+    check_model,
+    check_tensor,
+    no_custom_functions,
+)
 from halofx.compiler.capture.state import Changes, lend, module_paths, plain_world, roots_of, sharing, state_of
 from halofx.compiler.errors import CompileError, at
 from halofx.compiler.mesh import Mesh
@@ -143,7 +150,7 @@ def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) 
         node = recorder.placeholder(fakes[-1], tensor, needs_grad=needs_grad, **{kind: name})
         placeholders.append((name, node))
     with lend(roots, state, dict(zip(state, fakes, strict=False))) as changes:
-        with _watched(recorder, places), opaque_modules(roots, recorder):
+        with _watched(recorder, places), opaque_modules(roots, recorder), no_custom_functions():
             output = _call(model, loss, inputs.calls(fakes[len(state) :]), places)
         check_autograd(output)
     return _Recording(recorder, placeholders, output, changes, sharing(state))
