@@ -109,9 +109,10 @@ def cost(out: Console, memory: Mapping[str, Any], seconds: Mapping[str, Any], th
     for name, (before, peak), pace in rows:
         table.add_row(name, *(mebibytes(n) for n in (before, peak - before, peak)), f"{pace:.2f} s")
     out.print(table)
+    alone = f" One device had {threads} threads, each rank one." if len(rows) > 1 and rows[0][0] == "one device" else ""
     out.print(
         f"[dim]Resident memory before the first step, what training adds to it, and the sum. For what is kept from forward to "
-        f"backward halofx forecasts {mebibytes(forecast)} a rank. One device had {threads} threads, each rank one.[/dim]"
+        f"backward halofx forecasts {mebibytes(forecast)} a rank.{alone}[/dim]"
     )
 
 
