@@ -7,11 +7,14 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from halofx import passes
 from halofx.compiler.capture import capture
 from halofx.compiler.mesh import Mesh
+from halofx.compiler.ops import resize
 from tests.test_capture_replay import Model, UNet, assert_same, block, check_graph, randn, replay, state_of
 
 
@@ -119,6 +122,27 @@ def test_threads_capture_at_once() -> None:
     for thread in threads:
         thread.join()
     assert len(set(texts)) == 1 and "enc.0" in texts[0]
+
+
+def test_passes_of_one_thread_leave_the_capture_of_another_alone() -> None:
+    """Torch keeps the stack of pre-dispatch modes once a process: who empties it, if only for a moment, stops a capture."""
+    x = torch.ones(1, 1, 4, 4, 4)
+    resizes = [nn.Upsample(scale_factor=3, mode=mode) for mode in ("nearest", "nearest-exact", "trilinear")]
+    other = capture(nn.Sequential(nn.Conv3d(1, 1, 3), nn.BatchNorm3d(1), *resizes), (x,), {}, Mesh(depth=2))
+    resize.nearest.cache_clear()
+    popped: list[str] = []
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch._ops, "unset_mode_pre_dispatch", lambda *_, **__: popped.append("popped"))
+            thread = threading.Thread(target=lambda: passes.run(other))
+            thread.start()
+            thread.join()
+        return F.interpolate(x, scale_factor=2)
+
+    program = capture(Model(forward), (x,), {}, Mesh())
+    assert [str(n.target) for n in program.graph.nodes if n.op == "call_function"] == ["aten.upsample_nearest3d.vec"]
+    assert not popped and "home" in str(other.outputs()[0].meta)
 
 
 def test_autocast_around_the_capture_is_kept() -> None:

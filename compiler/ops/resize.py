@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from halofx.compiler.index_map import IDENTITY, DimMap, Indices, Run, Spans, expand
 from halofx.compiler.interval import Interval
@@ -115,7 +115,7 @@ def nearest(dim: Resize) -> tuple[int, ...]:
     >>> nearest(Resize("nearest", 5, 8, None, False))
     (0, 0, 1, 1, 2, 3, 3, 4)
     """
-    with _disable_current_modes(), torch.no_grad():  # a second dim, which grows: torch copies where no extent changes
+    with unset_fake_temporarily(), torch.no_grad():  # a second dim, which grows: torch copies where no extent changes
         positions = torch.arange(dim.before, dtype=torch.float32, device="cpu").view(1, 1, -1, 1)
         resized = OPS[dim.mode, 2].default(positions, [dim.after, 2], dim.scale, None)
     return tuple(int(v) for v in resized[0, 0, :, 0].tolist())
@@ -205,7 +205,7 @@ def reads(dim: Resize) -> DimMap:
         return IDENTITY
     if dim.mode.startswith("nearest"):
         return Distinct(nearest(dim))
-    with _disable_current_modes(), torch.no_grad():
+    with unset_fake_temporarily(), torch.no_grad():
         index, _ = taps(dim, 0, dim.after, torch.device("cpu"))
         first, last = index.amin(1).tolist(), index.amax(1).tolist()
     if dim.factor < 0:  # from where the grids meet
