@@ -190,8 +190,11 @@ def _kept(program: Program) -> Iterator[fx.Node]:
         spec = bound_of(node).spec
         for key in spec.saves if spec is not None else ("output",):
             for source in [node] if key == "output" else _named(node, key):
-                if is_tensor(source) and "state" not in source.meta:
+                while is_tensor(source) and not _is_state(source):
                     kept[source] = None
+                    if move_of(source) is None:
+                        break
+                    source = source_of(source)  # a moved tensor is kept as what it came from, and what arrived
     return iter(kept)
 
 
@@ -199,13 +202,31 @@ def _named(node: fx.Node, key: str) -> list[fx.Node]:
     return [n for k, n in operand_nodes(node).items() if k == key or k.startswith(f"{key}.")]
 
 
+def _is_state(node: fx.Node) -> bool:
+    """Whether a value is a parameter or buffer, on its own or on its way through a `vary`."""
+    while is_getitem(node) or calls(node, vary, vary_all):
+        source = source_of(node)
+        node = sources_of(source)[int(node.args[1])] if calls(source, vary_all) else source  # type: ignore[arg-type]
+    return "state" in node.meta
+
+
 def saved_bytes(program: Program, node: fx.Node) -> int:
-    """The bytes of a value on the fullest rank (coordinate 0 of every axis has the largest block)."""
-    layout, shape = layout_of(node), list(shape_of(node))
-    local = list(layout.local_shape(shape, program.mesh, 0))
+    """The bytes kept of a value on the fullest rank (coordinate 0 of every axis has the largest block).
+
+    Of a moved tensor only what arrived: the tensor that it came from is kept on its own (`runtime/recall.py`).
+    """
+    local = _held(program, node)
+    if move_of(node) is not None:
+        local = max(0, local - _held(program, source_of(node)))
+    return local * val(node).element_size()
+
+
+def _held(program: Program, node: fx.Node) -> int:
+    """The elements of a value on the fullest rank, halos included."""
+    local = list(layout_of(node).local_shape(shape_of(node), program.mesh, 0))
     for move in _moves(node):
         local[move.dim] = max(length(read) for read in move.reads)
-    return math.prod(local) * val(node).element_size()
+    return math.prod(local)
 
 
 def _moves(node: fx.Node) -> Iterator[Redistribution]:

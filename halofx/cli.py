@@ -1,28 +1,36 @@
-"""The command line: look at what halofx makes of a model without running a single rank."""
+"""The command line: look at what halofx makes of a model, and prove it on threads."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor
 
 import halofx
 from halofx import zoo
-from halofx.compiler.errors import CompileError, HalofxError, MeshError
+from halofx.arguments import Made, build_model, parse_input, parse_loss, parse_mesh, parse_shape, target_for
+from halofx.compiler.errors import CompileError, HalofxError
 from halofx.compiler.table import op_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
-MODEL = Annotated[str, typer.Argument(help=f"a zoo model ({', '.join(zoo.MODELS)}) or module:factory of your own")]
+MODEL = Annotated[
+    str,
+    typer.Argument(
+        help=f"a zoo model ({', '.join(zoo.MODELS)}) or module:factory of your own, which returns the model, "
+        "or (model, args) with example inputs"
+    ),
+]
 INPUT = Annotated[
     list[str], typer.Option("--input", "-i", help="global shape of an input, as 1,1,197,233,189; once an input")
+]
+INPUTS = Annotated[
+    list[str],
+    typer.Option("--input", "-i", help="an input, as 1,1,96,96,96, or 1,77:int64:1000 for integers below 1000"),
 ]
 MESH = Annotated[str, typer.Option("--mesh", "-m", help="axes and sizes, as data=2,depth=4")]
 
@@ -46,7 +54,8 @@ def show(
     with _one_line_errors():
         shapes = [parse_shape(text) for text in inputs]
         start = time.perf_counter()
-        net = halofx.compile(build_model(model, shapes).train(train), parse_mesh(mesh), inputs=shapes, strict=strict)
+        made = build_model(model, shapes).model.train(train)
+        net = halofx.compile(made, parse_mesh(mesh), inputs=shapes, strict=strict)
         seconds = time.perf_counter() - start
         if node is not None:
             print(net.explain(node))
@@ -55,6 +64,70 @@ def show(
         print()
         print(net.summary())
         print(f"compiled for {net.mesh.size} ranks in {seconds:.1f} s")
+
+
+@app.command()
+def check(
+    model: MODEL,
+    mesh: MESH,
+    inputs: INPUTS = [],  # noqa: B006
+    train: Annotated[bool, typer.Option("--train/--eval", help="which mode to check")] = True,
+    loss: Annotated[
+        str | None, typer.Option(help="compare this loss: cross_entropy, mse_loss, ... or module:function")
+    ] = None,
+    targets: Annotated[list[str], typer.Option("--target", "-t", help="a target of the loss, as an --input")] = [],  # noqa: B006
+    dtype: Annotated[str, typer.Option(help="float64 tells rounding from mistakes best")] = "float64",
+    seed: Annotated[int, typer.Option(help="of the weights and the inputs")] = 0,
+    thin: Annotated[str, typer.Option(help="what dims with fewer indices than ranks do: whole or split")] = "whole",
+    strict: Annotated[bool, typer.Option(help="refuse ops without a rule")] = False,
+) -> None:
+    """Run a model on threads, one a rank, and compare it with one device, forward and backward.
+
+    Ends in one line: exact (exit code 0), the first node that differs (1), or why it was refused (2).
+    """
+    with _one_line_errors():
+        found = _check(model, mesh, inputs, train, loss, targets, dtype, seed, thin=thin, strict=strict)
+        print(found)
+    raise typer.Exit({"exact": 0, "differs": 1}.get(found.status, 2))
+
+
+def _check(
+    name: str, mesh: str, inputs: list[str], train: bool, loss: str | None, targets: list[str], dtype: str, seed: int, **options: Any
+) -> halofx.Check:  # fmt: skip
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise ValueError(f"--dtype {dtype!r} is not a floating dtype; write float64 or float32")
+    axes, given = parse_mesh(mesh), [parse_input(text) for text in inputs]
+    torch.manual_seed(seed)
+    made = build_model(name, [g.shape for g in given], meta=False)
+    model = made.model.to("cpu", wanted).train(train)
+    generator = torch.Generator().manual_seed(seed)
+    args = tuple(g.draw(wanted, generator) for g in given) or _as(made.args, wanted)
+    if args is None:
+        raise ValueError(f"no --input, and {name} returned no example inputs; add --input 1,1,64,64,64")
+    kwargs = {} if given else _as(made.kwargs or {}, wanted)
+    function = parse_loss(loss) if loss is not None else None
+    drawn = [parse_input(text).draw(wanted, generator) for text in targets]
+    if loss is not None and not targets and ":" not in loss:
+        drawn = [target_for(loss, _output(made, args, kwargs), generator)]
+    return halofx.check(model, args, axes, kwargs=kwargs, loss=function, targets=drawn, **options)
+
+
+def _output(made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor of the model's output, to make a target for."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = made.model(*args, **kwargs)
+    except Exception as error:
+        raise CompileError(f"the model fails on one device with {type(error).__name__}: {error}") from error
+    found: Tensor = next(t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
+    return found
+
+
+def _as(tree: Any, dtype: torch.dtype) -> Any:
+    """The floating tensors of a tree in a dtype, on the CPU."""
+    convert = lambda t: t.cpu().to(dtype) if t.is_floating_point() else t.cpu()  # noqa: E731
+    return torch.utils._pytree.tree_map_only(Tensor, convert, tree)
 
 
 @app.command()
@@ -73,69 +146,3 @@ class _one_line_errors:
         if isinstance(error, (HalofxError, typer.BadParameter, ValueError)):
             print(f"halofx: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """``"1,1,64,64,64"`` as a tuple.
-
-    >>> parse_shape("1,1,64,64,64")
-    (1, 1, 64, 64, 64)
-    """
-    try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        raise ValueError(f"--input {text!r} is not a shape; write it as 1,1,64,64,64") from None
-    if any(n < 1 for n in shape):
-        raise ValueError(f"--input {text!r} has an extent below 1")
-    return shape
-
-
-def parse_mesh(text: str) -> halofx.Mesh:
-    """``"data=2,depth=4"`` as a mesh.
-
-    >>> parse_mesh("data=2,depth=4")
-    Mesh(data=2, depth=4)
-    """
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, _, size = part.partition("=")
-        if not size.strip().isdigit():
-            raise MeshError(f"--mesh {text!r}: {part!r} is not axis=size; write it as data=2,depth=4")
-        sizes[name.strip()] = int(size)
-    return halofx.Mesh(**sizes)
-
-
-def build_model(name: str, shapes: list[tuple[int, ...]]) -> nn.Module:
-    """A zoo model, or what ``module:factory`` returns; on the meta device where it lets itself be built there."""
-    if ":" not in name:
-        with torch.device("meta"):
-            return zoo.build(name, shapes[0] if shapes and len(shapes[0]) == 5 else None)
-    factory = load_factory(name)
-    try:
-        with torch.device("meta"):
-            model = factory()
-    except TypeError as error:
-        raise CompileError(f"{name}() could not be called: {error}; give a factory that needs no arguments") from error
-    except Exception:  # some factories load or compute values
-        model = factory()
-    if not isinstance(model, nn.Module):
-        raise CompileError(f"{name}() returned {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def load_factory(name: str) -> Callable[[], Any]:
-    """The object behind ``module:factory``, found from the current directory too."""
-    module_name, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise CompileError(
-            f"{name}: cannot import {module_name} ({error}); run from the directory that holds it"
-        ) from error
-    if not hasattr(module, attribute):
-        known = ", ".join(n for n in vars(module) if not n.startswith("_"))
-        raise CompileError(f"{name}: {module_name} has no {attribute!r}; it has {known}")
-    factory: Callable[[], Any] = getattr(module, attribute)
-    return factory
