@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from halofx.compiler.emit import label_of
+from halofx.compiler.emit import is_getitem, label_of
 from halofx.compiler.facts import calls, is_op, is_tensor, layout_of, shape_of, source_of
 from halofx.compiler.layout import Layout
 from halofx.compiler.primitives import COLLECTIVES, all_reduce
@@ -70,24 +70,24 @@ def error_of(actual: Tensor, expected: Tensor, floor: float = 0.0) -> tuple[floa
     return float(off.flatten()[position]) / scale, position
 
 
-def compare(program: Program, expected: Seen, ranks: Sequence[Seen]) -> Iterator[Difference]:
-    """Every tensor of every rank against its part of one device's."""
+def compare(program: Program, expected: Seen, ranks: Sequence[Seen], whole: bool = False) -> Iterator[Difference]:
+    """Every tensor of every rank against its part of one device's, or against all of it where it is ``whole``."""
     inputs = {f"gradient of input {n.meta['input']}": n for n in program.placeholders("input")}
     outputs = {f"output {i}": n for i, n in enumerate(program.outputs())}
     grads = [t for n, t in expected.tensors.items() if n.startswith("gradient") and t.numel()]
     floor = NOISE * max((float(t.abs().max()) for t in grads), default=0.0)
     updated = {f"buffer {name}" for name in program.updates}
     for rank, seen in enumerate(ranks):
-        for name, whole in expected.tensors.items():
+        for name, value in expected.tensors.items():
             if name.startswith("buffer") and name not in updated:
                 continue
             node = inputs.get(name) or outputs.get(name)
-            layout = layout_of(node) if node is not None else Layout.whole(whole.dim())
+            layout = layout_of(node) if node is not None and not whole else Layout.whole(value.dim())
             mine = seen.tensors.get(name)
-            part = take(whole, layout, program.mesh, rank) if layout.axes else whole
+            part = take(value, layout, program.mesh, rank) if layout.axes else value
             mine = torch.zeros_like(part) if mine is None and name.startswith("gradient") else mine
             error, at = error_of(mine, part, floor * name.startswith("gradient")) if mine is not None else (float("inf"), 0)
-            yield Difference(name, rank, error, _global(at, whole.shape, layout, program, rank), layout, tuple(whole.shape))
+            yield Difference(name, rank, error, _global(at, value.shape, layout, program, rank), layout, tuple(value.shape))
 
 
 def _global(position: int, shape: Sequence[int], layout: Layout, program: Program, rank: int) -> tuple[int, ...]:
@@ -157,8 +157,8 @@ class _Watch:
 
     def see(self, node: fx.Node, mine: Tensor) -> None:
         """Compare one value of this rank; nodes that lowering made have no counterpart."""
-        whole = self.reference.get(label_of(node))
-        if whole is None or (node.target in COLLECTIVES and not calls(node, all_reduce)):
+        whole, source = self.reference.get(label_of(node)), source_of(node) if is_getitem(node) else node
+        if whole is None or (calls(source, *COLLECTIVES) and not calls(source, all_reduce)):
             return
         layout, rank = layout_of(node), current().rank
         if tuple(whole.shape) != shape_of(node) or not self.fits(layout):

@@ -51,7 +51,8 @@ def run_rank(
     """
     comm, mesh = current(), program.mesh
     device = next((t.device for t in [*inputs, *state.values()]), torch.device("cpu"))
-    module = Binder(program, comm, device, SyncSwitch()).bind()
+    binder = Binder(program, comm, device, SyncSwitch())
+    module = binder.bind()
     names = [str(n.meta["state"]) for n in program.placeholders("state")]
     own = _copies([state[name] for name in names])
     nodes = program.placeholders("input")
@@ -61,7 +62,7 @@ def run_rank(
         with recalling():
             outs, updates = module(*own, *cut, *rng)
     else:
-        by_name = {node.name: node for node in program.graph.nodes}
+        by_name = {bound.name: node for node, bound in binder.env.items()}
         outs, updates = _Watcher(module, by_name, value, gradient).run(*own, *cut, *rng)
     seen = Seen({f"output {i}": y.detach() for i, y in enumerate(outs)})
     seen.tensors |= {f"buffer {name}": y.detach() for name, y in zip(program.updates, updates, strict=True)}

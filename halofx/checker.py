@@ -227,15 +227,21 @@ def _run(result: Check, job: _Job, tolerance: float | None, timeout: float) -> N
     seen = launch(lambda _: run_rank(program, job.state, job.tensors, cotangents), result.mesh, timeout=timeout)
     lap(f"{result.mesh.size} threads")
     limit = tolerance if tolerance is not None else tolerance_of(program)
-    worst = max(compare(program, expected, seen), key=lambda d: d.error, default=Difference("nothing", 0, 0.0))
-    result.error = worst.error
-    if not worst.error <= limit and by_model:
-        limit = max(limit, 30 * _sensitivity(job, program, expected, cotangents))
-    if worst.error <= limit:
-        result.status, result.verdict = "exact", _counts(program, expected, worst)
+    found = list(compare(program, expected, seen))
+    loose = {} if all(d.error <= limit for d in found) or not by_model else _movement(job, program, expected, cotangents)
+    beyond = [d for d in found if not d.error <= max(limit, 30 * loose.get(d.name, 0.0))]
+    if beyond:
+        worst = max(beyond, key=lambda d: d.error)
+        result.status, result.error = "differs", worst.error
+        result.verdict = _bisect(result, job, single, cotangents, limit, timeout, worst)
         return
-    result.status = "differs"
-    result.verdict = _bisect(result, job, single, cotangents, limit, timeout, worst)
+    unstable = sorted({name for name, moved in loose.items() if moved > UNSTABLE})
+    result.error = max((d.error for d in found if d.name not in unstable), default=0.0)
+    result.status, result.verdict = "exact", _counts(program, expected, result.error, unstable)
+
+
+UNSTABLE = 1e-3
+"""Relative movement from which on a result of one device is not reproducible: it hangs on the last bit of its inputs."""
 
 
 def _expected(job: _Job, single: Program, timeout: float) -> tuple[Seen, list[Tensor | None], bool]:
@@ -252,19 +258,25 @@ def _expected(job: _Job, single: Program, timeout: float) -> tuple[Seen, list[Te
     return seen, cotangents, True
 
 
-def _sensitivity(job: _Job, program: Program, expected: Seen, cotangents: list[Tensor | None]) -> float:
-    """How far the one-device model itself moves when its inputs move by two units in the last place."""
-    eps = eps_of(program)
-    moved = [t * (1 + 2 * eps) if t.is_floating_point() else t for t in job.tensors]
-    other, _ = job.alone(moved, cotangents, _names(program))
-    pairs = ((a, other.tensors.get(n)) for n, a in expected.tensors.items() if a.is_floating_point())
-    errors = [
-        float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs if b is not None and a.numel()
-    ]
-    return max([0.0, *(e for e in errors if e < 1e-3)])
+def _movement(job: _Job, program: Program, expected: Seen, cotangents: list[Tensor | None]) -> dict[str, float]:
+    """How far each result of the one-device model itself moves when its inputs move by two units in the last place.
+
+    A ReLU of what is zero but for rounding, or a choice between equals, has no other answer than chance.
+    """
+    eps, moved = eps_of(program), dict[str, float]()
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        tensors = [
+            t * (1 + 2 * eps * torch.randint(-1, 2, t.shape, generator=generator).to(t)) if t.is_floating_point() else t
+            for t in job.tensors
+        ]
+        other, _ = job.alone(tensors, cotangents, _names(program))
+        for d in compare(program, expected, [other], whole=True):
+            moved[d.name] = max(moved.get(d.name, 0.0), d.error)
+    return moved
 
 
-def _counts(program: Program, expected: Seen, worst: Difference) -> str:
+def _counts(program: Program, expected: Seen, error: float, unstable: Sequence[str]) -> str:
     kinds = [sum(name.startswith(kind) for name in expected.tensors) for kind in ("output", "gradient", "buffer")]
     dtypes = {str(v.dtype)[6:] for n, v in expected.tensors.items() if n.startswith("output")}
     sick = sum(bool(v.isnan().any()) for n, v in expected.tensors.items() if v.is_floating_point())
@@ -272,8 +284,13 @@ def _counts(program: Program, expected: Seen, worst: Difference) -> str:
     mode = "train" if program.training else "eval"
     return (
         f"{' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))} of {program.mesh.size} ranks equal one device, "
-        f"largest relative error {worst.error:.1e} ({mode}, {', '.join(sorted(dtypes))})" + (f"; {sick} of them hold NaN on one device too" if sick else "")
+        f"largest relative error {error:.1e} ({mode}, {', '.join(sorted(dtypes))})" + (f"; {sick} of them hold NaN on one device too" if sick else "")
+        + (f"; not compared, as one device itself moves with the last bit of its input: {_few(unstable)}" if unstable else "")
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _bisect(
@@ -305,8 +322,8 @@ def _bisect(
     node, difference = found
     result.details += _about(program, node, difference, backward)
     what = f"the gradient of {label_of(node)}" if backward and node.op != "call_function" else label_of(node)
-    side = "backward pass of " if backward and node.op == "call_function" else ""
-    return f"first in the {side}{what}, relative error {difference.error:.1e} on rank {difference.rank}{at(node.meta.get('source'))}"
+    side = "in the backward pass of " if backward and node.op == "call_function" else "at "
+    return f"first {side}{what}, relative error {difference.error:.1e} on rank {difference.rank}{at(node.meta.get('source'))}"
 
 
 def _about(program: Program, node: fx.Node, difference: Difference, backward: bool) -> list[str]:
