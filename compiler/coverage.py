@@ -109,7 +109,11 @@ def _lost(program: Program, node: fx.Node, axis: str) -> str | None:
     bound = bound_of(node)
     if bound.spec is None:
         known = find_rule(node.target) is not None
-        return f"{name_of(node.target)} runs whole with these arguments" if known else f"no rule for {name_of(node.target)}"
+        return (
+            f"{name_of(node.target)} runs whole with these arguments"
+            if known
+            else f"no rule for {name_of(node.target)}"
+        )
     key, dim = at_home[0]
     pattern = bound.spec.patterns.get(key, ())
     factor = bound.factors.get(pattern[dim].strip("[]")) if dim < len(pattern) else None
@@ -165,4 +169,3 @@ def entry(node: fx.Node) -> str:
 
 def _pattern(ndim: int) -> str:
     return LETTERS.get(ndim) or " ".join("abcdefghijkl"[:ndim])
-

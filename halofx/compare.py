@@ -86,8 +86,12 @@ def compare(program: Program, expected: Seen, ranks: Sequence[Seen], whole: bool
             mine = seen.tensors.get(name)
             part = take(value, layout, program.mesh, rank) if layout.axes else value
             mine = torch.zeros_like(part) if mine is None and name.startswith("gradient") else mine
-            error, at = error_of(mine, part, floor * name.startswith("gradient")) if mine is not None else (float("inf"), 0)
-            yield Difference(name, rank, error, _global(at, value.shape, layout, program, rank), layout, tuple(value.shape))
+            error, at = (
+                error_of(mine, part, floor * name.startswith("gradient")) if mine is not None else (float("inf"), 0)
+            )
+            yield Difference(
+                name, rank, error, _global(at, value.shape, layout, program, rank), layout, tuple(value.shape)
+            )
 
 
 def _global(position: int, shape: Sequence[int], layout: Layout, program: Program, rank: int) -> tuple[int, ...]:
@@ -114,7 +118,7 @@ def first_value(
     watch = _Watch(program, reference, limit, lambda layout: not layout.partial)
     launch(lambda _: run_rank(program, state, inputs, cotangents, value=watch.see), program.mesh, timeout=timeout)
     wrong = [node for node in program.graph.nodes if node in watch.wrong]
-    return (_op(wrong[0]), watch.wrong[wrong[0]]) if wrong else None
+    return (wrong[0], watch.wrong[wrong[0]]) if wrong else None
 
 
 def first_gradient(
@@ -132,9 +136,11 @@ def first_gradient(
     return (users[0] if users else wrong[0]), watch.wrong[wrong[0]]
 
 
-def _op(node: fx.Node) -> fx.Node:
-    """The op whose sum an all-reduce completes."""
-    return source_of(node) if calls(node, all_reduce) else node
+def op_of(node: fx.Node) -> fx.Node:
+    """The op that made a value: that whose sum an all-reduce completes, or one of whose outputs is read."""
+    while calls(node, all_reduce) or is_getitem(node):
+        node = source_of(node)
+    return node
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
@@ -149,9 +155,15 @@ class _Watch:
     """Compares what ranks have of each node, as they have it, with one device."""
 
     def __init__(
-        self, program: Program, reference: Mapping[str, Tensor], limit: float, fits: Callable[[Layout], bool], floor: float = 0.0
+        self,
+        program: Program,
+        reference: Mapping[str, Tensor],
+        limit: float,
+        fits: Callable[[Layout], bool],
+        floor: float = 0.0,
     ) -> None:
         self.program, self.reference, self.limit, self.fits, self.floor = program, reference, limit, fits, floor
+        self.seen: set[fx.Node] = set()  # compared
         self.wrong: dict[fx.Node, Difference] = {}
         self.lock = threading.Lock()
 
@@ -165,6 +177,7 @@ class _Watch:
             return
         part = take(whole, Layout(layout.split), self.program.mesh, rank)
         error, at = error_of(mine, part, self.floor)
+        self.seen.add(node)
         if not error <= self.limit:
             index = _global(at, whole.shape, layout, self.program, rank)
             with self.lock:

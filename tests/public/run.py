@@ -62,12 +62,19 @@ def case(name: str, mesh_text: str, mode: str) -> dict[str, Any]:
         return found | {"status": "not built", "verdict": f"{type(error).__name__}: {error}"[:300]}
     for dtype in (torch.float64, torch.float32):
         if dtype is torch.float64:
-            checked = halofx.check(model.double(), [double(a) for a in args], mesh, kwargs={k: double(v) for k, v in kwargs.items()})
+            checked = halofx.check(
+                model.double(), [double(a) for a in args], mesh, kwargs={k: double(v) for k, v in kwargs.items()}
+            )
         else:
             checked = halofx.check(model.float(), args, mesh, kwargs=kwargs)
         if "dtype" not in checked.verdict or checked.status != "refused":
             break
-    found |= {"status": checked.status, "verdict": checked.verdict[:600], "details": checked.details, "error": checked.error}
+    found |= {
+        "status": checked.status,
+        "verdict": checked.verdict[:600],
+        "details": checked.details,
+        "error": checked.error,
+    }
     found |= {"dtype": str(dtype)[6:], "seconds": checked.seconds}
     if checked.program is not None and checked.summary is not None:
         nodes = list(checked.program.graph.nodes)
@@ -88,7 +95,16 @@ def _work(pipe: Connection, name: str, mesh: str, mode: str) -> None:
         pipe.send(case(name, mesh, mode))
     except BaseException:
         trace = traceback.format_exc().splitlines()
-        pipe.send({"name": name, "mesh": mesh, "mode": mode, "status": "crash", "verdict": trace[-1][:400], "details": trace[-12:]})
+        pipe.send(
+            {
+                "name": name,
+                "mesh": mesh,
+                "mode": mode,
+                "status": "crash",
+                "verdict": trace[-1][:400],
+                "details": trace[-12:],
+            }
+        )
 
 
 def apart(name: str, mesh: str, mode: str, limit: float = LIMIT) -> dict[str, Any]:
@@ -99,7 +115,9 @@ def apart(name: str, mesh: str, mode: str, limit: float = LIMIT) -> dict[str, An
     process.start()
     theirs.close()
     try:
-        found: dict[str, Any] = ours.recv() if ours.poll(limit) else {"status": "hang", "verdict": f"no end after {limit} s"}
+        found: dict[str, Any] = (
+            ours.recv() if ours.poll(limit) else {"status": "hang", "verdict": f"no end after {limit} s"}
+        )
     except EOFError:
         found = {"status": "crash", "verdict": "the process died"}
     process.kill()
@@ -131,7 +149,10 @@ def main() -> None:
                 row = apart(name, mesh, mode)
                 with chosen.file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{row['status']:<9} {name:<44} {mesh:<18} {mode:<6} {row['wall']:6.1f} s  {row['verdict'][:150]}", flush=True)
+                print(
+                    f"{row['status']:<9} {name:<44} {mesh:<18} {mode:<6} {row['wall']:6.1f} s  {row['verdict'][:150]}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
