@@ -29,6 +29,7 @@ from halofx.compiler.mesh import Mesh
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.redistribution import Redistribution
+from halofx.compiler.regions import regions
 
 
 @dataclass
@@ -184,7 +185,11 @@ def _add(found: list[Traffic], kind: str, axes: tuple[str, ...], count: int, siz
 def _kept(program: Program) -> Iterator[fx.Node]:
     """The values that autograd keeps for the backward pass, each once: what the rules say that ops save."""
     kept: dict[fx.Node, None] = {}
+    inside = regions(program)
     for node in program.graph.nodes:
+        if node in inside:
+            kept.update(dict.fromkeys(_entering(node, inside)))
+            continue
         if not is_op(node) or not node.meta.get("needs_grad", True):
             continue
         spec = bound_of(node).spec
@@ -200,6 +205,12 @@ def _kept(program: Program) -> Iterator[fx.Node]:
 
 def _named(node: fx.Node, key: str) -> list[fx.Node]:
     return [n for k, n in operand_nodes(node).items() if k == key or k.startswith(f"{key}.")]
+
+
+def _entering(node: fx.Node, inside: dict[fx.Node, int]) -> list[fx.Node]:
+    """What is kept of a node in a checkpointed region: tensors from outside, and what arrived by a movement."""
+    sources = [s for s in node.all_input_nodes if inside.get(s) != inside[node] and is_tensor(s) and not _is_state(s)]
+    return [*sources, node] if move_of(node) is not None else sources
 
 
 def _is_state(node: fx.Node) -> bool:
@@ -222,10 +233,10 @@ def saved_bytes(program: Program, node: fx.Node) -> int:
 
 
 def _held(program: Program, node: fx.Node) -> int:
-    """The elements of a value on the fullest rank, halos included."""
+    """The elements of a value on the fullest rank, halos included, but not what is filled in at the border."""
     local = list(layout_of(node).local_shape(shape_of(node), program.mesh, 0))
     for move in _moves(node):
-        local[move.dim] = max(length(read) for read in move.reads)
+        local[move.dim] = max(sum(run.count for run in read if run.start is not None) for read in move.reads)
     return math.prod(local)
 
 

@@ -36,7 +36,7 @@ class Emit:
         label += str(self.made[label]) if self.made[label] > 1 else ""
         with graph.inserting_before(self.node):
             made = new_call(graph, target, args, kwargs, label)
-        made.meta["source"] = self.node.meta.get("source")
+        made.meta.update({key: self.node.meta[key] for key in ("source", "region") if key in self.node.meta})
         return operands(made)
 
 

@@ -41,6 +41,8 @@ def _lines(program: Program, node: fx.Node) -> Iterator[str]:
         split = ", ".join(f"{f} over {a}" for f, a in node.meta.get("split", {}).items())
         yield f"  split     {split or 'nothing: every rank runs the whole op'}"
         spec = node.meta["bound"].spec
+        if "region" in node.meta:
+            yield f"  kept      nothing: checkpointed region {node.meta['region']} runs again in the backward pass, without messages"
         if spec is None:
             yield "  rule      none: the inputs are gathered"
         elif spec.flops:

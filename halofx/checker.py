@@ -177,6 +177,9 @@ class _Job:
         outs = tensors_of(out if self.loss is None else self.loss(out, *targets))
         cotangents = draw(outs) if cotangents is None else cotangents
         seen = Seen({f"output {i}": y.detach() for i, y in enumerate(outs)})
+        for name, tensor in self.state.items():  # now: a checkpointed block would update them again in the backward pass
+            if not isinstance(tensor, nn.Parameter):
+                seen.tensors[f"buffer {name}"] = tensor.detach().clone()
         parameters = {f"gradient of {n}": self.state[n] for n in wanted}
         pulls = [(y, c) for y, c in zip(outs, cotangents, strict=True) if c is not None and y.requires_grad]
         if pulls:
@@ -185,9 +188,6 @@ class _Job:
             ys, cs = zip(*pulls, strict=True)
             grads = torch.autograd.grad(ys, list(asked.values()), cs, allow_unused=True)
             seen.tensors |= {n: g for n, g in zip(asked, grads, strict=True) if g is not None}
-        for name, tensor in self.state.items():
-            if not isinstance(tensor, nn.Parameter):
-                seen.tensors[f"buffer {name}"] = tensor.detach().clone()
         return seen, cotangents
 
 

@@ -21,7 +21,9 @@ from halofx.compiler.facts import attached_operands, axes_of, calls, is_op, sour
 from halofx.compiler.localize import local_call, local_view
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
 from halofx.compiler.program import Program
+from halofx.compiler.regions import regions
 from halofx.compiler.rules import Local, Operand
+from halofx.runtime.checkpoint import fold_regions
 from halofx.runtime.comm.base import Comm
 from halofx.runtime.gradients import Bucket, Enter, Launch, SyncSwitch
 from halofx.runtime.movement import AllReduce, Group, Move, Site, Vary, routes
@@ -47,7 +49,9 @@ class Binder:
                 self._enter(node)
         for node in self.program.graph.nodes:
             self._node(node)
-        return fx.GraphModule(_root(self.root), self.graph, class_name="Rank")
+        module = fx.GraphModule(_root(self.root), self.graph, class_name="Rank")
+        fold_regions(module, {self.env[node]: number for node, number in regions(self.program).items()})
+        return module
 
     def _node(self, node: fx.Node) -> None:
         if node.op == "get_attr":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halofx.compiler.redistribution import Box, Redistribution, Table, Transfer
+from halofx.runtime.checkpoint import taped
 from halofx.runtime.comm.base import Comm
 from halofx.runtime.recall import active
 
@@ -96,9 +97,9 @@ class _Move(torch.autograd.Function):
         return _Move.apply(grads[0], ctx.route.adjoint, {}), None, None  # type: ignore[no-untyped-call]
 
 
-def run(table: Table, x: Tensor, site: Site, arrived: Arrived) -> Tensor:
-    """Send and receive the pieces of one table, and put them together; leaves the messages in ``arrived``."""
-    shape = _shape_after(table, x)
+def _exchange(table: Table, x: Tensor, site: Site) -> Arrived:
+    """Send and receive the pieces of one table."""
+    shape, arrived = _shape_after(table, x), Arrived()
     sends = [(p, _pack(x, [t for t in table.sends if t.peer == p])) for p in dict.fromkeys(t.peer for t in table.sends)]
     for peer in dict.fromkeys(t.peer for t in table.receives):
         transfers = [t for t in table.receives if t.peer == peer]
@@ -106,6 +107,12 @@ def run(table: Table, x: Tensor, site: Site, arrived: Arrived) -> Tensor:
     if sends or arrived:
         buffers = [(peer, flat) for peer, (flat, _) in arrived.items()]
         site.comm.start_exchange(sends, buffers, site.tag, site.what).wait()
+    return arrived
+
+
+def run(table: Table, x: Tensor, site: Site, arrived: Arrived) -> Tensor:
+    """Send and receive the pieces of one table, and put them together; leaves the messages in ``arrived``."""
+    arrived.update(taped(lambda: _exchange(table, x, site)))
     return assemble(table, site.comm.rank, arrived, x)
 
 
@@ -218,14 +225,19 @@ class Group:
         return self if self.back else Group(Site(self.site.comm, f"{self.site.what} (backward)"), self.ranks, True)
 
 
+def _reduced(x: Tensor, group: Group, op: str) -> Tensor:
+    out = x.contiguous().clone()
+    group.site.comm.start_all_reduce(out, group.ranks, op, group.site.what).wait()
+    return out
+
+
 class _AllReduce(torch.autograd.Function):
     """Addends -> whole. All ranks get the same cotangent, which is that of every addend."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, op: str) -> Tensor:
         ctx.group, ctx.op = group, op
-        out = x.contiguous().clone()
-        group.site.comm.start_all_reduce(out, group.ranks, op, group.site.what).wait()
+        out = taped(lambda: _reduced(x, group, op)).detach()  # the tape holds no graph
         if op != "sum":
             ctx.mark_non_differentiable(out)
         return out

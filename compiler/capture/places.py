@@ -9,6 +9,7 @@ model.py:31  forward          x = self.enc(x)         <- module ""
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -18,21 +19,24 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 T = TypeVar("T")
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _CALL = nn.Module._call_impl.__code__
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 @dataclass(frozen=True)
 class Place:
-    """The innermost line of user code and the innermost named module."""
+    """The innermost line of user code, the innermost named module, and the checkpointed region (None outside of any)."""
 
     file: str | None
     line: int
     module: str | None
+    region: int | None = None
 
     def __str__(self) -> str:
         """``model.py:12: x = self.conv(x)``; empty when no user code is on the stack."""
@@ -52,11 +56,12 @@ class Places:
         self.names = dict(names)
         self.default = default
         self._user: dict[str, bool] = {}
+        self._regions: list[FrameType] = []  # calls of torch.utils.checkpoint, kept so that none looks like another
 
     def here(self) -> Place:
         """The place of the running op."""
         file: str | None = None
-        line, path = 0, None
+        line, path, region = 0, None, None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not _RUN:
             code = frame.f_code
@@ -64,10 +69,19 @@ class Places:
                 file, line = code.co_filename, frame.f_lineno
             elif code is _CALL and path is None:
                 path = self.names.get(id(frame.f_locals["self"]))
+            elif code is _CHECKPOINT:
+                region = frame  # the outermost stays
             frame = frame.f_back
         if frame is None:  # not within a run
             return Place(None, 0, self.default)
-        return Place(file, line, self.default if path is None else path)
+        return Place(file, line, self.default if path is None else path, self._number(region))
+
+    def _number(self, region: FrameType | None) -> int | None:
+        if region is None:
+            return None
+        if not any(region is known for known in self._regions):
+            self._regions.append(region)
+        return next(i for i, known in enumerate(self._regions) if known is region)
 
     def of_error(self, error: BaseException) -> Place:
         """The innermost line of user code that an exception came through."""
