@@ -42,7 +42,7 @@ def _lines(program: Program, node: fx.Node) -> Iterator[str]:
         yield f"  split     {split or 'nothing: every rank runs the whole op'}"
         spec = node.meta["bound"].spec
         if "region" in node.meta:
-            yield f"  kept      nothing: checkpointed region {node.meta['region']} runs again in the backward pass, without messages"
+            yield f"  kept      nothing: checkpointed region {node.meta['region']} runs again in the backward pass"
         if spec is None:
             yield "  rule      none: the inputs are gathered"
         elif spec.flops:

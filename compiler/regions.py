@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from halofx.compiler.emit import is_getitem
-from halofx.compiler.facts import calls
+from halofx.compiler.facts import calls, source_of
 from halofx.compiler.primitives import COLLECTIVES, vary_all
 from halofx.compiler.program import Program
 
@@ -34,8 +34,8 @@ def regions(program: Program) -> dict[fx.Node, int]:
         if node not in found and _lowered(node) and len(users) == 1 and None not in users:
             found[node] = users.pop()  # type: ignore[assignment]
     for node in program.graph.nodes:
-        if node not in found and node in needed and _lowered(node) and node.args[0] in found:
-            found[node] = found[node.args[0]]
+        if node not in found and node in needed and _lowered(node) and source_of(node) in found:
+            found[node] = found[source_of(node)]
     return found
 
 
@@ -51,4 +51,6 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _lowered(node: fx.Node) -> bool:
     """Whether a node is a collective or an output of something, whose first argument is one value."""
-    return is_getitem(node) and not calls(node.args[0], vary_all) or calls(node, *COLLECTIVES) and node.target is not vary_all  # type: ignore[arg-type]
+    if is_getitem(node):
+        return not calls(source_of(node), vary_all)
+    return calls(node, *COLLECTIVES) and not calls(node, vary_all)

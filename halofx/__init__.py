@@ -5,7 +5,7 @@ net = halofx.compile(model, halofx.Mesh(data=2, depth=4))      # then torchrun -
 
 from halofx import zoo
 from halofx.api import compile
-from halofx.checker import Check, check
+from halofx.checking.check import Check, check
 from halofx.compiler.errors import CompileError, HalofxError, MeshError, RankError
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.opaque import opaque

@@ -183,7 +183,7 @@ def parse_loss(name: str) -> Callable[..., Any]:
 
 
 def target_for(loss: str, output: Tensor, generator: torch.Generator) -> Tensor:
-    """A random target for a loss where none was asked for: classes [N, D, H, W] for those that take them, else like the output."""
+    """A random target for a loss: classes [N, D, H, W] for those that take them, else like the output."""
     if loss.lower().replace("_", "").removesuffix("loss") in ("crossentropy", "nll"):
         shape = output.shape[:1] + output.shape[2:]
         return torch.randint(0, output.shape[1], shape, generator=generator)

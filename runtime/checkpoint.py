@@ -135,4 +135,3 @@ def _move_late(graph: fx.Graph, inside: set[fx.Node], inner: Sequence[fx.Node]) 
     for node in late:
         at.append(node)
         at = node
-

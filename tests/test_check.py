@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import halofx
 from halofx.api import build
+from halofx.checking.first import Watch
 from halofx.cli import app
-from halofx.compare import _Watch
 from halofx.compiler.emit import label_of
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.rules import Spec
@@ -119,9 +119,9 @@ def test_every_value_and_gradient_of_a_right_model_is_seen_as_right(mesh: Mesh) 
         ),
         1,
     )
-    forward = _Watch(program, values, 1e-10, lambda layout: not layout.partial)
-    backward = _Watch(
-        program, grads, 1e-10, lambda layout: True, 1e-3 * max(float(g.abs().max()) for g in grads.values())
+    forward = Watch(program, values, 1e-10, {}, lambda layout: not layout.partial)
+    backward = Watch(
+        program, grads, 1e-10, {}, lambda layout: True, 1e-3 * max(float(g.abs().max()) for g in grads.values())
     )
     launch(lambda _: run_rank(program, state, [x], cotangents, forward.see, backward.see), mesh)
     assert not forward.wrong and not backward.wrong

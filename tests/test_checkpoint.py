@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,7 +48,9 @@ class Blocks(nn.Module):
         reentrant = self.way == "reentrant"
         y = checkpoint(a, x, use_reentrant=reentrant)
         z = checkpoint(b, y, y, use_reentrant=reentrant)
-        return checkpoint(lambda v: checkpoint(c, v, use_reentrant=reentrant), z, use_reentrant=reentrant)  # one in another
+        return checkpoint(
+            lambda v: checkpoint(c, v, use_reentrant=reentrant), z, use_reentrant=reentrant
+        )  # one in another
 
 
 MESHES = [{"depth": 2}, {"depth": 3}, {"height": 2, "width": 2}, {"data": 2, "depth": 2}]
@@ -137,10 +140,17 @@ def _counts(model: Blocks, rank: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_computes_twice_and_sends_once(way: str) -> None:
-    for way_, again in (("", 0), (way, 2 if way == "sequential" else 6)):  # torch leaves the last part of a sequence alone
-        for forward, backward, sent, sent_back in halofx.launch(lambda rank, m=Blocks(way_).double(): _counts(m, rank), 2):
+    for way_, again in (
+        ("", 0),
+        (way, 2 if way == "sequential" else 6),
+    ):  # of a sequence torch leaves the last part alone
+        model = Blocks(way_).double()
+        for forward, backward, sent, sent_back in halofx.launch(partial(_counts, model), 2):
             assert (forward, backward) == (6, again)
-            assert (sent, sent_back) == ((6 + 3), (6 + 3 + 1 - 1))  # halos and statistics; backward no halo of x, but the sums
+            assert (sent, sent_back) == (
+                (6 + 3),
+                (6 + 3 + 1 - 1),
+            )  # halos and statistics; backward no halo of x, but the sums
 
 
 def test_the_summary_counts_what_is_kept() -> None:

@@ -1,22 +1,17 @@
-"""Comparing what ranks have with what one device has, value by value, and finding the first that differs."""
+"""Comparing what ranks have with what one device has, value by value."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from halofx.compiler.emit import is_getitem, label_of
-from halofx.compiler.facts import calls, is_op, is_tensor, layout_of, shape_of, source_of
+from halofx.compiler.facts import is_tensor, layout_of
 from halofx.compiler.layout import Layout
-from halofx.compiler.primitives import COLLECTIVES, all_reduce
 from halofx.compiler.program import Program
-from halofx.runtime.comm import current
-from halofx.runtime.launch import launch
-from halofx.runtime.observe import Seen, run_rank
+from halofx.runtime.observe import Seen
 from halofx.runtime.shards import slices, take
 
 TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-4, torch.complex64: 2e-4}
@@ -90,11 +85,11 @@ def compare(program: Program, expected: Seen, ranks: Sequence[Seen], whole: bool
                 error_of(mine, part, floor * name.startswith("gradient")) if mine is not None else (float("inf"), 0)
             )
             yield Difference(
-                name, rank, error, _global(at, value.shape, layout, program, rank), layout, tuple(value.shape)
+                name, rank, error, global_index(at, value.shape, layout, program, rank), layout, tuple(value.shape)
             )
 
 
-def _global(position: int, shape: Sequence[int], layout: Layout, program: Program, rank: int) -> tuple[int, ...]:
+def global_index(position: int, shape: Sequence[int], layout: Layout, program: Program, rank: int) -> tuple[int, ...]:
     """The global index of a flat position in a rank's shard."""
     where, found = slices(shape, layout, program.mesh, rank), []
     for part in reversed(where):
@@ -102,86 +97,6 @@ def _global(position: int, shape: Sequence[int], layout: Layout, program: Progra
         found.append(part.start + position % extent)
         position //= extent
     return tuple(reversed(found))
-
-
-# -- the first node
-
-
-Found = tuple[fx.Node, Difference]
-
-
-def first_value(
-    program: Program, reference: Mapping[str, Tensor], state: Mapping[str, Tensor], inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None], limit: float, timeout: float,
-) -> Found | None:  # fmt: skip
-    """The first node, in the order of the program, whose value differs on a rank. ``reference``: one device's, by label."""
-    watch = _Watch(program, reference, limit, lambda layout: not layout.partial)
-    launch(lambda _: run_rank(program, state, inputs, cotangents, value=watch.see), program.mesh, timeout=timeout)
-    wrong = [node for node in program.graph.nodes if node in watch.wrong]
-    return (wrong[0], watch.wrong[wrong[0]]) if wrong else None
-
-
-def first_gradient(
-    program: Program, reference: Mapping[str, Tensor], state: Mapping[str, Tensor], inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None], limit: float, timeout: float,
-) -> Found | None:  # fmt: skip
-    """The op whose backward makes the first wrong gradient, in the order of the backward pass."""
-    largest = max((float(t.abs().max()) for t in reference.values() if t.numel()), default=0.0)
-    watch = _Watch(program, reference, limit, lambda layout: True, NOISE * largest)
-    launch(lambda _: run_rank(program, state, inputs, cotangents, gradient=watch.see), program.mesh, timeout=timeout)
-    wrong = [node for node in reversed(program.graph.nodes) if node in watch.wrong]
-    if not wrong:
-        return None
-    users = _users(wrong[0])
-    return (users[0] if users else wrong[0]), watch.wrong[wrong[0]]
-
-
-def op_of(node: fx.Node) -> fx.Node:
-    """The op that made a value: that whose sum an all-reduce completes, or one of whose outputs is read."""
-    while calls(node, all_reduce) or is_getitem(node):
-        node = source_of(node)
-    return node
-
-
-def _users(node: fx.Node) -> list[fx.Node]:
-    """The ops that read a value, past what lowering put between."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found += [user] if is_op(user) else _users(user) if user.op == "call_function" else []
-    return found
-
-
-class _Watch:
-    """Compares what ranks have of each node, as they have it, with one device."""
-
-    def __init__(
-        self,
-        program: Program,
-        reference: Mapping[str, Tensor],
-        limit: float,
-        fits: Callable[[Layout], bool],
-        floor: float = 0.0,
-    ) -> None:
-        self.program, self.reference, self.limit, self.fits, self.floor = program, reference, limit, fits, floor
-        self.seen: set[fx.Node] = set()  # compared
-        self.wrong: dict[fx.Node, Difference] = {}
-        self.lock = threading.Lock()
-
-    def see(self, node: fx.Node, mine: Tensor) -> None:
-        """Compare one value of this rank; nodes that lowering made have no counterpart."""
-        whole, source = self.reference.get(label_of(node)), source_of(node) if is_getitem(node) else node
-        if whole is None or (calls(source, *COLLECTIVES) and not calls(source, all_reduce)):
-            return
-        layout, rank = layout_of(node), current().rank
-        if tuple(whole.shape) != shape_of(node) or not self.fits(layout):
-            return
-        part = take(whole, Layout(layout.split), self.program.mesh, rank)
-        error, at = error_of(mine, part, self.floor)
-        self.seen.add(node)
-        if not error <= self.limit:
-            index = _global(at, whole.shape, layout, self.program, rank)
-            with self.lock:
-                self.wrong.setdefault(node, Difference(label_of(node), rank, error, index, layout, tuple(whole.shape)))
 
 
 def where(program: Program, difference: Difference) -> str:

@@ -1,0 +1,1 @@
+"""Proving a compiled model equal to one device, and finding the first node that is not."""
