@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint fast slow doctest bench clean distclean
+.PHONY: help demo test lint fast slow models doctest bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -32,11 +32,15 @@ doctest: $(VENV)/.installed-dev ## the examples in docstrings
 	$(PYTEST) --doctest-modules --pyargs halofx
 
 fast: $(VENV)/.installed-dev ## the tests not marked slow, on WORKERS=2 processes
-	$(PYTEST) -n $(WORKERS) -m "not slow" tests $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not slow and not models" tests $(ARGS)
 
 # Not on several workers: these tests start ranks of their own. Exit code 5: no test is marked slow.
-slow: $(VENV)/.installed-dev ## the tests marked slow
+slow: $(VENV)/.installed-dev $(VENV)/.public-ci ## the tests marked slow, with a public network of each family
 	$(PYTEST) -m slow tests $(ARGS) || [ $$? -eq 5 ]
+
+models: $(VENV)/.installed-dev $(VENV)/.public-all ## all public networks on all meshes, and docs/models.md; hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.public.run tests/public/results.jsonl $(ARGS)
+	$(BIN)/python -m tests.public.table
 
 bench: $(VENV)/.installed-dev ## the benchmarks; ARGS="..." goes to them
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -52,6 +56,11 @@ distclean: clean ## clean, and remove .venv
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing halofx[$*] into $(VENV); the first time takes minutes, most of them for PyTorch"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# --no-deps: several of these packages would pull another PyTorch.
+$(VENV)/.public-%: tests/public/%.txt | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 $(BIN)/python:

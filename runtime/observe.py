@@ -17,7 +17,7 @@ from halofx.compiler.facts import layout_of
 from halofx.compiler.program import Program
 from halofx.runtime import shards
 from halofx.runtime.comm import current
-from halofx.runtime.executor import Binder
+from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
 from halofx.runtime.recall import recalling
 
@@ -51,6 +51,7 @@ def run_rank(
     """
     comm, mesh = current(), program.mesh
     device = next((t.device for t in [*inputs, *state.values()]), torch.device("cpu"))
+    comm.prepare(groups_of(program))
     binder = Binder(program, comm, device, SyncSwitch())
     module = binder.bind()
     names = [str(n.meta["state"]) for n in program.placeholders("state")]

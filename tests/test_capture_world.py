@@ -40,6 +40,19 @@ def test_the_model_is_untouched() -> None:
     assert calls == [1] and torch.is_grad_enabled() and torch.backends.mha.get_fastpath_enabled()
 
 
+def test_a_frozen_configuration_is_left_alone() -> None:
+    class Frozen(dict):  # as the configurations of diffusers
+        def _refuse(self, *_: object, **__: object) -> None:
+            raise TypeError("frozen")
+
+        clear = update = __setitem__ = _refuse  # type: ignore[assignment]
+
+    model = UNet()
+    model.config = Frozen(width=4)
+    capture(model, (torch.ones(1, 1, 4, 4, 4),), {}, Mesh())
+    assert model.config == {"width": 4}
+
+
 def test_the_grad_mode_outside_does_not_matter() -> None:
     model, x = block(1, 2).double(), randn(1, 1, 4, 4, 4)
     texts = [str(capture(model, (x,), {}, Mesh()).graph)]

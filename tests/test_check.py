@@ -58,7 +58,7 @@ class Planted(nn.Module):
         return self.b(y if self.op is None else self.op(y))
 
 
-MESHES = [Mesh(depth=2), Mesh(depth=3), Mesh(height=2, width=2)]
+MESHES = [Mesh(depth=2), Mesh(depth=3), Mesh(height=2, width=2), Mesh(depth=2, height=2, width=2)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -138,8 +138,16 @@ def _restore(saved: _Saved) -> None:
     vars(saved.module).update(saved.attributes)
     for name, copy in saved.containers.items():
         container = saved.attributes[name]
+        if _items(container) == _items(copy):
+            continue  # some dicts refuse to be written to
         container.clear()
         container.update(copy) if isinstance(container, (dict, set)) else container.extend(copy)
+
+
+def _items(container: Any) -> list[Any]:
+    """The contents of a container by identity, in order."""
+    pairs = container.items() if isinstance(container, dict) else ((None, v) for v in container)
+    return [(key, id(value)) for key, value in pairs]
 
 
 def _note_changes(lent: _Saved, keys: dict[int, str], changes: Changes) -> None:

@@ -1,0 +1,74 @@
+"""Public 3D networks, unmodified, equal one device: one of each family here, all of them under the marker ``models``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from typing import Any
+
+import pytest
+
+from tests.public import zoo
+from tests.public.run import MESHES, MODES, REFUSED, apart
+from tests.public.table import DOC, RESULTS, page
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+
+FAMILIES = {  # a small network of each family, with the mesh and mode it is checked on
+    "monai/BasicUNet": ("depth=2", "train"),
+    "monai/UNETR": ("height=2,width=2", "train"),
+    "nnunet/PlainConvUNet": ("data=2,depth=2", "train"),
+    "torchvision/r3d_18": ("depth=2", "eval"),
+    "pytorchvideo/csn_r50": ("depth=3", "eval"),
+    "timm_3d/resnet18": ("depth=2", "eval"),
+    "smp3d/Unet-resnet18": ("height=2,width=2", "eval"),
+    "diffusers/AutoencoderKLWan": ("height=2,width=2", "train"),
+    "unet/UNet3D": ("depth=3", "train"),
+    "unet3d/UNet3d": ("data=2,depth=2", "train"),
+    "highresnet/HighRes3DNet": ("depth=2", "train"),
+    "uniformer/Uniformer": ("depth=2", "eval"),
+    "video_diffusion_pytorch/Unet3D": ("depth=2", "train"),
+    "transformers/VideoMAE": ("data=2,depth=2", "eval"),
+}
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def check(name: str, mesh: str, mode: str) -> None:
+    zoo.prepare()
+    row: dict[str, Any] = apart(name, mesh, mode)
+    text = "\n".join([f"{name} on {mesh} in {mode}: {row['status']}: {row['verdict']}", *row.get("details", [])])
+    if name in REFUSED:
+        assert row["status"] == "refused" and REFUSED[name] in row["verdict"], text
+    else:
+        assert row["status"] == "exact", text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _installed("monai"), reason="not installed: pip install --no-deps -r tests/public/ci.txt")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str) -> None:
+    check(name, *FAMILIES[name])
+
+
+@pytest.mark.models
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_network(name: str, mesh: str, mode: str) -> None:
+    check(name, mesh, mode)
+
+
+def test_the_page_is_current() -> None:
+    """docs/models.md is what tests/public/table.py makes of the recorded results."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    assert page(rows) == DOC.read_text(), "run `python -m tests.public.table` and commit docs/models.md"
+    wrong = [r["name"] for r in rows if r["status"] not in ("exact", "refused", "not run")]
+    assert not wrong, f"docs/models.md records {wrong}"
