@@ -7,15 +7,17 @@ halofx.opaque(model.head, split="batch")         samples do not depend on each o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec
 
 from halofx.compiler.ops.pointwise import broadcast
-from halofx.compiler.rules import Call, Operand, Spec, fallback_rule
+from halofx.compiler.rules import FALLBACKS, RULES, Call, Operand, Spec, fallback_rule
 from halofx.compiler.trees import flatten, rebuild
 
 Split = Literal["whole", "batch", "pointwise"]
@@ -82,3 +84,22 @@ def module_call(call: Call) -> Spec | None:
 
 
 fallback_rule(lambda target: isinstance(target, ModuleCall), module_call)
+
+
+class FunctionCall:
+    """A user's ``torch.autograd.Function`` as one op: runs whole, unless ``halofx.rule(TheFunction)`` says how it splits."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
+        parameters = list(inspect.signature(function.forward).parameters.values())
+        own = function.setup_context is torch.autograd.Function.setup_context
+        self.__signature__ = inspect.Signature(parameters[own:])  # without ctx
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns; its backward is the user's."""
+        return self.function.apply(*args)
+
+
+FALLBACKS.append(lambda target: RULES.get(target.function) if isinstance(target, FunctionCall) else None)

@@ -280,22 +280,21 @@ def rule(*targets: Any, samples: Callable[[Any], Any] | None = None) -> Callable
     return register
 
 
-FALLBACKS: list[tuple[Callable[[Any], bool], Rule]] = []
+FALLBACKS: list[Callable[[Any], Rule | None]] = []
+"""Ways to find the rule of a target that has no entry of its own."""
 
 
 def fallback_rule(matches: Callable[[Any], bool], function: RuleFunction) -> None:
     """Register one rule for every op without an entry for which ``matches(target)`` is true."""
-    FALLBACKS.append((matches, Rule(function, f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}")))
+    entry = Rule(function, f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}")
+    FALLBACKS.append(lambda target: entry if matches(target) else None)
 
 
 def find_rule(target: Any) -> Rule | None:
     """The entry of an op, or None."""
-    if target not in RULES:
-        entry = next((entry for matches, entry in FALLBACKS if matches(target)), None)
-        if entry is None:
-            return None
-        RULES[target] = entry
-    return RULES[target]
+    if target in RULES:
+        return RULES[target]
+    return next((entry for find in FALLBACKS if (entry := find(target)) is not None), None)
 
 
 @dataclass(frozen=True)

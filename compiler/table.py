@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import halofx.compiler.ops  # noqa: F401  (fills the table)
 from halofx.compiler.emit import full_name
-from halofx.compiler.rules import FALLBACKS, RULES, Rule
+from halofx.compiler.rules import RULES, Rule
 
 HEADER = """# The op table
 
@@ -22,11 +22,9 @@ def op_table() -> str:
 
 
 def _lines() -> Iterator[str]:
-    fallback = {id(entry) for _, entry in FALLBACKS}
     entries: dict[int, tuple[Rule, list[str]]] = {}
     for target, entry in RULES.items():
-        if id(entry) not in fallback:
-            entries.setdefault(id(entry), (entry, []))[1].append(full_name(target))
+        entries.setdefault(id(entry), (entry, []))[1].append(full_name(target))
     files: dict[str, list[tuple[Rule, list[str]]]] = {}
     for entry, names in entries.values():
         files.setdefault(entry.function.__module__.rsplit(".", 1)[-1], []).append((entry, names))

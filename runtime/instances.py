@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import warnings
@@ -80,7 +81,7 @@ class Instances:
     def declare(self, inputs: Sequence[Any], targets: Sequence[Any] | None) -> None:
         """Fix the global shapes, and build the program where everything is known."""
         args = tuple(self._as_meta(v) for v in inputs)
-        known = targets is not None or self.loss is None
+        known = (targets is not None or self.loss is None) and not _needs_keywords(self.model)
         given = tuple(self._as_meta(v) for v in targets or ())
         self.declared = Request(args, {}, given, self.model.training)
         self.main = max((tuple(t.shape) for t in tree_flatten(args)[0] if isinstance(t, Tensor)), key=len, default=None)
@@ -243,8 +244,12 @@ class Instances:
         }
 
     def _globals(self, comm: Comm, request: Request) -> Request:
-        """The request with global meta tensors: as declared, or from everybody's shards (one small message)."""
-        if self.declared is not None and (self.loss is None or self.declared.targets):
+        """The request with global meta tensors: as declared, or from everybody's shards (one small message).
+
+        Keyword arguments are not declared: with a tensor among them the shapes are asked for.
+        """
+        named = any(isinstance(v, Tensor) for v in tree_flatten(dict(request.kwargs))[0])
+        if self.declared is not None and not named and (self.loss is None or self.declared.targets):
             return Request(self.declared.args, request.kwargs, self.declared.targets, request.training)
         tree = (request.args, dict(request.kwargs), request.targets)
         paths, spec = tree_flatten_with_path(tree)
@@ -340,6 +345,12 @@ class Instances:
             self.outputs.append((layout, shape, tuple(out.shape)))
             out._halofx = (layout, shape)  # type: ignore[attr-defined]
         return program.unflatten(outs)
+
+
+def _needs_keywords(model: nn.Module) -> bool:
+    """Whether forward has keyword-only arguments without defaults: the program waits for the first call."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
 
 
 def _describe(value: Any) -> str:

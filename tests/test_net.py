@@ -361,3 +361,35 @@ def test_shapes_and_loss_from_the_first_call() -> None:
         for found in results:
             assert relative(found[i][0], expected) < 1e-12
             assert relative(found[i][1], model.layers[0].weight.grad) < 1e-10  # type: ignore[union-attr,arg-type]
+
+
+class Masked(nn.Module):
+    """A volume by keyword, and an EMA of it in a frozen parameter (as VQ codebooks are kept)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 2, 3, padding=1)
+        self.book = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor, *, mask: Tensor, gain: float = 1.0) -> Tensor:
+        y = self.conv(x) * mask * gain
+        if self.training:
+            self.book.data.copy_(0.9 * self.book + 0.1 * y.detach().mean((0, 2, 3, 4)))
+        return y * self.book.view(1, 2, 1, 1, 1)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_keyword_volumes_and_frozen_parameters_that_the_forward_writes(declared: bool) -> None:
+    torch.manual_seed(0)
+    model, x, mask = Masked().double(), volume(1, 1, 8, 6, 6), volume(1, 1, 8, 6, 6)
+    one = copy.deepcopy(model)
+    expected = one(x, mask=mask, gain=2.0)
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        own = copy.deepcopy(model)
+        net = halofx.compile(own, halofx.Mesh(depth=2, height=2), inputs=[x.shape] if declared else None)
+        y = net(net.shard(x), mask=net._cut(mask, "mask"), gain=2.0)
+        return net.gather(y), own.book
+
+    for y, book in halofx.launch(run, 4):
+        assert relative(y, expected) < 1e-12 and relative(book, one.book) < 1e-12

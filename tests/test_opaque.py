@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,3 +69,38 @@ def test_random_and_buffers_are_refused() -> None:
         halofx.compile(model, halofx.Mesh(depth=2), inputs=[(2, 1, 4, 4, 4)])
     with pytest.raises(ValueError, match="is none of 'whole', 'batch', 'pointwise'"):
         halofx.opaque(nn.ReLU(), split="depth")  # type: ignore[arg-type]
+
+
+class Branch(nn.Module):
+    """Python reads a value of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) if x.mean() > -10 else -x
+
+
+class Numpy(nn.Module):
+    """Leaves torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(np.flip(x.detach().numpy(), 2).copy())
+
+
+@pytest.mark.parametrize("inner", [Branch, Numpy])
+@pytest.mark.parametrize("sizes", [{"depth": 2}, {"data": 2, "depth": 3}], ids=str)
+def test_what_cannot_be_captured_runs_whole(inner: type[nn.Module], sizes: dict[str, int]) -> None:
+    """And the error says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), inner(), nn.Conv3d(2, 1, 3, padding=1)).double()
+    x = torch.randn(2, 1, 6, 5, 4, dtype=torch.float64)
+    with pytest.raises(halofx.CompileError, match=r"halofx.opaque\(model\[1\]\)"):
+        halofx.compile(model, halofx.Mesh(**sizes), inputs=[x.shape])
+    halofx.opaque(model[1])
+    same_as_one_device(model, (x,), halofx.Mesh(**sizes), steps=2)
+    assert halofx.check(model, [x], halofx.Mesh(**sizes)).exact
+    with torch.device("meta"):
+        on_meta = nn.Sequential(nn.Conv3d(1, 2, 3), halofx.opaque(inner()))
+    assert "opaque" in halofx.compile(on_meta, halofx.Mesh(**sizes), inputs=[(2, 1, 8, 8, 8)]).listing()

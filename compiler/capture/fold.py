@@ -35,7 +35,7 @@ def check_reads(graph: fx.Graph) -> None:
         if kind:
             raise CompileError(
                 f"the forward reads the value of a tensor that depends on {kind}{at(str(node.meta['place']))}; branch "
-                "on shapes instead, or use torch.where or a mask of fixed size"
+                f"on shapes instead, use torch.where or a mask of fixed size{node.meta['place'].way_round}"
             )
         graph.erase_node(node)
 

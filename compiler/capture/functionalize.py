@@ -27,6 +27,7 @@ from halofx.compiler.capture.functional_ops import Written, factory_form, functi
 from halofx.compiler.capture.record import written
 from halofx.compiler.capture.views import DETACH, Step, View, aten, canonical, complete, inverse
 from halofx.compiler.errors import CompileError, at
+from halofx.compiler.opaque import FunctionCall
 
 GETITEM = operator.getitem
 
@@ -213,7 +214,9 @@ class Functionalizer:
         found = canonical(node)
         parent = self._shared_input(node)
         detached = () if node.meta["grad"] else (DETACH,)
-        if found is not None and parent is not None and self._storage(found[0]) == node.meta["storage"]:
+        if isinstance(node.target, FunctionCall):
+            self._set_base(node, self._value(node, None))  # its backward is its own, even where it returns its input
+        elif found is not None and parent is not None and self._storage(found[0]) == node.meta["storage"]:
             self.views[node] = View(self._same.get(found[0], found[0]), (*found[1], *detached))
             self.read(node)
         elif parent is not None and self._is_identity(parent, node):

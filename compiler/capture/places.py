@@ -38,12 +38,24 @@ class Place:
     module: str | None
     region: int | None = None
 
+    @property
+    def way_round(self) -> str:
+        """The end of a remedy: how to keep the module here as it is; empty in the model's own forward."""
+        if not self.module:
+            return ""
+        return f", or keep the module as it is, to run whole: halofx.opaque(model{_attribute(self.module)})"
+
     def __str__(self) -> str:
         """``model.py:12: x = self.conv(x)``; empty when no user code is on the stack."""
         if self.file is None:
             return ""
         code = linecache.getline(self.file, self.line).strip()
         return f"{os.path.basename(self.file)}:{self.line}: {code}".rstrip(": ")
+
+
+def _attribute(path: str) -> str:
+    """``.enc[0].gate`` of the module path ``enc.0.gate``."""
+    return "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in path.split("."))
 
 
 class Places:

@@ -78,6 +78,8 @@ class Recorder(ProxyTorchDispatchMode):
         self.places = places
         self.constants: dict[str, Tensor] = {}
         self.autocast = autocast_state()
+        self.paused = False  # within a module that is one op
+        self.originals: dict[int, Tensor] = {}  # of the fake state, by id
         self._nodes: dict[int, fx.Node] = {}
         self._by_geometry: dict[tuple[Any, ...], fx.Node] = {}  # with requires_grad: detached is another value
         self._alive: list[Tensor] = []  # ids and storages are only unique among the living
@@ -91,6 +93,7 @@ class Recorder(ProxyTorchDispatchMode):
         node.meta.update(meta, place=Place(None, 0, ""), grad=True)
         self.bind(tensor, node)
         self._nodes[id(original)] = node
+        self.originals[id(tensor)] = original
         self._alive.append(original)
         return node
 
@@ -204,22 +207,27 @@ class Recorder(ProxyTorchDispatchMode):
         self.bind(tensor, node)
         return node
 
-    def bind(self, out: Any, node: fx.Node) -> None:
-        """Note that a value, or every tensor of a tuple of values, is the value of a node."""
+    def bind(self, out: Any, node: fx.Node, alias: bool = False) -> None:
+        """Note that a value, or every tensor of a tuple of values, is the value of a node.
+
+        With ``alias`` another value may lie in the same memory: only this very object is that of the node.
+        """
         if isinstance(out, Tensor):
             self._refuse_kind(out)
             node.meta.update(val=fake_like(self.fake_mode, out), storage=storage_of(out), geometry=_geometry(out))
-            self._nodes[id(out)] = self._by_geometry[_geometry(out), out.requires_grad] = node
+            self._nodes[id(out)] = node
+            if not alias:
+                self._by_geometry[_geometry(out), out.requires_grad] = node
             self._alive.append(out)
         elif isinstance(out, (tuple, list)):
-            node.meta["val"] = tuple(self._bind_item(item, index, node) for index, item in enumerate(out))
+            node.meta["val"] = tuple(self._bind_item(item, index, node, alias) for index, item in enumerate(out))
         else:
             node.meta["val"] = out
 
-    def _bind_item(self, item: Any, index: int, node: fx.Node) -> Any:
+    def _bind_item(self, item: Any, index: int, node: fx.Node, alias: bool) -> Any:
         getitem = self.graph.create_node("call_function", operator.getitem, (node, index))
         getitem.meta.update(place=node.meta["place"], grad=node.meta["grad"])
-        self.bind(item, getitem)
+        self.bind(item, getitem, alias)
         return getitem.meta["val"]
 
     def _own(self, out: Any, tensors: list[Tensor]) -> None:
@@ -270,7 +278,8 @@ class Watch(TorchFunctionMode):
         remedy = _FORBIDDEN.get(func)
         if remedy is not None:
             name = "assignment to .data" if func == _SET_DATA else f"{func.__name__}()"
-            raise CompileError(f"the forward uses {name}{at(str(self.places.here()))}; {remedy}")
+            place = self.places.here()
+            raise CompileError(f"the forward uses {name}{at(str(place))}; {remedy}{place.way_round}")
         if func not in _TO_PYTHON:
             return func(*args, **(kwargs or {}))
         if is_fake(args[0]):
@@ -316,5 +325,5 @@ def _geometry(t: Tensor) -> tuple[Any, ...]:
 def _data_dependent(func: Any, place: Place) -> str:
     return (
         f"the forward needs the value of a tensor where only its shape is known, for {getattr(func, '__name__', func)}"
-        f"{at(str(place))}; branch on shapes instead, or use torch.where or a mask of fixed size"
+        f"{at(str(place))}; branch on shapes instead, use torch.where or a mask of fixed size{place.way_round}"
     )

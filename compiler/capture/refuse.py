@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import CodeType, FrameType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +11,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
 from halofx.compiler.capture.state import Changes
-from halofx.compiler.errors import CompileError, at
+from halofx.compiler.errors import CompileError
 
 
 def check_model(model: nn.Module) -> None:
@@ -47,49 +42,8 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise CompileError(f"the input {name} is a {kind} tensor; pass a plain dense tensor")
 
 
-@contextmanager
-def no_custom_functions() -> Iterator[None]:
-    """Within this, calling the forward of a user's autograd Function is refused, whether or not it calls an op.
-
-    Costs nothing unless some library or the user has defined one.
-    """
-    forwards = dict(_forwards(torch.autograd.Function))
-    if not forwards:
-        yield
-        return
-    before = sys.getprofile()
-
-    def watch(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code in forwards:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: {line}"
-            raise CompileError(_own_backward(forwards[frame.f_code], where))
-
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-def _forwards(owner: Any) -> Iterator[tuple[CodeType, str]]:
-    """The code of the forward of every autograd Function that is neither torch's nor ours, with the name of its class."""
-    for function in owner.__subclasses__():
-        code = getattr(function.forward, "__code__", None)
-        if code is not None and not function.__module__.startswith(("torch.", "halofx.")):
-            yield code, function.__name__
-        yield from _forwards(function)
-
-
-def _own_backward(name: str, where: str | None) -> str:
-    return (
-        f"the custom autograd Function {name} has its own backward, which a capture of its forward would lose{at(where)}; "
-        "write it with differentiable torch functions"
-    )
-
-
-def check_autograd(output: Any) -> None:
-    """Refuse custom autograd Functions, whose backward a graph of their forward loses, by the history of the output."""
+def check_autograd(output: Any, recorded: set[Any]) -> None:
+    """Refuse autograd Functions that were not recorded as one op, whose backward a graph of their forward loses."""
     stack = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
     seen: set[Any] = set()
     while stack:
@@ -98,9 +52,13 @@ def check_autograd(output: Any) -> None:
             continue
         seen.add(node)
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        name = getattr(node, "_forward_cls").__name__ if custom else ""  # noqa: B009
+        function = getattr(node, "_forward_cls") if custom else None  # noqa: B009
+        name = function.__name__ if function is not None and function not in recorded else ""
         if name and not name.startswith("GeneratedBackwardFor_"):  # torch.library ops stay one node of the graph
-            raise CompileError(_own_backward(name, None))
+            raise CompileError(
+                f"the custom autograd Function {name} has its own backward, which a capture of its forward would lose; "
+                "write it with differentiable torch functions"
+            )
         stack += [following for following, _ in node.next_functions]
 
 

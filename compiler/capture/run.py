@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from halofx.compiler.capture.fold import check_reads, fold
 from halofx.compiler.capture.functionalize import Functionalizer
+from halofx.compiler.capture.functions import custom_functions
 from halofx.compiler.capture.labels import Unique, label_nodes
 from halofx.compiler.capture.labels import rebuild as renamed
 from halofx.compiler.capture.opaque import opaque_modules
@@ -36,7 +37,6 @@ from halofx.compiler.capture.refuse import (
     check_changes,
     check_model,
     check_tensor,
-    no_custom_functions,
 )
 from halofx.compiler.capture.state import Changes, lend, module_paths, plain_world, roots_of, sharing, state_of
 from halofx.compiler.errors import CompileError, at
@@ -147,12 +147,13 @@ def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) 
     for kind, (name, tensor) in facts:
         fakes.append(_fake(mode, tensor))
         needs_grad = kind == "input" or isinstance(tensor, nn.Parameter)
-        node = recorder.placeholder(fakes[-1], tensor, needs_grad=needs_grad, **{kind: name})
+        frozen = kind == "state" and not tensor.requires_grad
+        node = recorder.placeholder(fakes[-1], tensor, needs_grad=needs_grad, frozen=frozen, **{kind: name})
         placeholders.append((name, node))
     with lend(roots, state, dict(zip(state, fakes, strict=False))) as changes:
-        with _watched(recorder, places), opaque_modules(roots, recorder), no_custom_functions():
+        with _watched(recorder, places), opaque_modules(roots, recorder), custom_functions(recorder) as functions:
             output = _call(model, loss, inputs.calls(fakes[len(state) :]), places)
-        check_autograd(output)
+        check_autograd(output, functions)
     return _Recording(recorder, placeholders, output, changes, sharing(state))
 
 
@@ -248,10 +249,10 @@ def _updates(
             updates[name] = assigned[name]
         elif write is not None and not is_state:
             notes.append(f"the model writes to its input {name}; the compiled net leaves the caller's tensor alone")
-        elif write is not None and node.meta["needs_grad"]:
+        elif write is not None and node.meta["needs_grad"] and not node.meta["frozen"]:
             raise CompileError(
                 f"{write.target} writes to the parameter {name}{at(str(write.meta['place']))}; do it between the "
-                "steps, outside of the forward"
+                "steps, outside of the forward, or set requires_grad=False if no optimizer trains it"
             )
         elif write is not None:
             updates[name] = node

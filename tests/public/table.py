@@ -1,6 +1,6 @@
 """Make docs/models.md from the results that tests/public/run.py recorded.
 
-    python -m tests.public.run tests/public/results.jsonl && python -m tests.public.table
+python -m tests.public.run tests/public/results.jsonl && python -m tests.public.table
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ unmodified network on one device. {networks} networks, {cases} cases: **{exact} 
 def version(family: str) -> str:
     """The package and version of a family, from the requirements."""
     package = PACKAGES.get(family, family)
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (HERE / "ci.txt").read_text() + (HERE / "all.txt").read_text(), re.MULTILINE))
+    pins = dict(
+        re.findall(r"^([\w-]+)==(\S+)", (HERE / "ci.txt").read_text() + (HERE / "all.txt").read_text(), re.MULTILINE)
+    )
     return f"{package} {pins[package]}" if package in pins else package
 
 
@@ -98,7 +100,10 @@ def whole(name: str, by: dict[Any, dict[str, Any]]) -> str:
     reasons: dict[str, list[str]] = {}
     for label, _, reason in row["whole"]:
         reasons.setdefault(reason, []).append(label)
-    shown = "; ".join(f"{r} ({labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''})" for r, labels in list(reasons.items())[:4])
+    shown = "; ".join(
+        f"{r} ({labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''})"
+        for r, labels in list(reasons.items())[:4]
+    )
     more = f"; {len(reasons) - 4} more reasons" if len(reasons) > 4 else ""
     return f"* **{name}** ({human(row['bytes'])} of activations): {shown}{more}\n"
 
