@@ -17,7 +17,16 @@ from halofx.compiler.program import Program
 from halofx.compiler.rules import find_rule
 
 LARGE = 0.01
-"""The share of all activation bytes from which on a value that leaves its split is worth a line."""
+"""The share of all activation bytes from which on what lost its split is worth a line."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Where values lose a split, and why: ``bytes`` [global] of all values from there on that are whole for this reason."""
+
+    node: fx.Node
+    reason: str
+    bytes: int = 0
 
 
 @dataclass
@@ -29,7 +38,7 @@ class Coverage:
     movements: dict[str, int] = field(default_factory=dict)  # kind -> nodes
     bytes: int = 0  # of all values that ops make from an input
     split: int = 0  # of those that are split over at least one axis of a split input
-    whole: list[tuple[fx.Node, str]] = field(default_factory=list)  # large values that lose a split, and why
+    whole: list[Loss] = field(default_factory=list)  # the large ones
 
     @property
     def share(self) -> float:
@@ -54,11 +63,38 @@ def coverage(program: Program) -> Coverage:
             size = bytes_of(node)
             found.bytes += size
             found.split += size if is_split(node) else 0
-    for node in fed:
-        reason = why_whole(program, node) if bytes_of(node) >= LARGE * found.bytes else None
-        if reason:
-            found.whole.append((node, reason))
+    found.whole = [loss for loss in _losses(program, fed) if loss.bytes >= LARGE * found.bytes]
     return found
+
+
+def _losses(program: Program, fed: list[fx.Node]) -> list[Loss]:
+    """Every place where a split is lost, with the bytes of what is whole because of it, over the worst axis."""
+    totals: dict[tuple[fx.Node, str], int] = {}
+    for axis in program.mesh.axes:
+        sums: dict[tuple[fx.Node, str], int] = {}
+        origin: dict[fx.Node, tuple[fx.Node, str]] = {}  # of a value that is whole over the axis: where it became so
+        for node in fed if program.mesh[axis] > 1 else ():
+            if any(axis in layout for _, layout in _outs(node)):
+                continue
+            reason = why_whole(program, node, axis)
+            sources = [_op(_origin(s)) for s in operand_nodes(node).values()]
+            known = next((origin[s] for s in sorted(sources, key=_size, reverse=True) if s in origin), None)
+            root = (node, reason) if reason else known
+            if root is not None:
+                origin[node] = root
+                sums[root] = sums.get(root, 0) + bytes_of(node)
+        for root, size in sums.items():
+            totals[root] = max(totals.get(root, 0), size)
+    return [Loss(node, reason, size) for (node, reason), size in totals.items()]
+
+
+def _op(node: fx.Node) -> fx.Node:
+    return source_of(node) if is_getitem(node) else node
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _fed(program: Program) -> list[fx.Node]:
@@ -88,17 +124,9 @@ def is_split(node: fx.Node) -> bool:
     return any(max(_outs(node), key=lambda out: out[0].numel(), default=(None, ()))[1])
 
 
-def why_whole(program: Program, node: fx.Node) -> str | None:
-    """Why an op runs whole over an axis that splits one of its operands; None where it keeps every split."""
-    reasons = dict.fromkeys(reason for axis in program.mesh.axes if (reason := _lost(program, node, axis)))
-    return "; ".join(reasons) or None
-
-
-def _lost(program: Program, node: fx.Node, axis: str) -> str | None:
-    """Why an op does not run split over an axis at home on an operand."""
+def why_whole(program: Program, node: fx.Node, axis: str) -> str | None:
+    """Why what an op makes is whole over an axis at home on an operand; None where no operand has it at home."""
     parts = program.mesh[axis]
-    if parts == 1 or axis in node.meta["split"].values():
-        return None
     at_home = [
         (key, homes_of(source).index(axis))
         for key, source in ((key, _origin(source)) for key, source in operand_nodes(node).items())
@@ -107,6 +135,8 @@ def _lost(program: Program, node: fx.Node, axis: str) -> str | None:
     if not at_home:
         return None
     bound = bound_of(node)
+    if axis in node.meta["split"].values():
+        return f"{name_of(node.target)} sums the dim of {axis} away"
     if bound.spec is None:
         known = find_rule(node.target) is not None
         return (
@@ -139,9 +169,9 @@ def _homes(node: fx.Node) -> Homes:
 
 
 def losses(found: Coverage) -> Iterator[str]:
-    """One line for every large value that leaves its split: label, size, reason."""
-    for node, reason in found.whole:
-        yield f"{label_of(node)}: {human(bytes_of(node))}, {reason}"
+    """One line for every place where much loses a split: label, bytes from there on, reason."""
+    for loss in found.whole:
+        yield f"{label_of(loss.node)}: {loss.reason}; {human(loss.bytes)} are whole from there on"
 
 
 LETTERS = {5: "n c d h w", 4: "n c h w", 3: "n c w", 2: "n c", 1: "n", 0: ""}

@@ -38,7 +38,10 @@ def test_show_takes_a_factory_and_explains_what_is_wrong() -> None:
         (["show", "torch.nn:Identity", "-i", "1,1,8,8,8", "-m", "depth=2"], ""),
         (["show", "unet4d", "-i", "1,1,8,8,8", "-m", "depth=2"], "unet3d"),
         (["show", "nowhere.at.all:model", "-i", "1,1,8,8,8", "-m", "depth=2"], "cannot import nowhere.at.all"),
-        (["show", "torch.nn:Conv3d", "-i", "1,1,8,8,8", "-m", "depth=2"], "needs arguments (in_channels, out_channels, kernel_size)"),
+        (
+            ["show", "torch.nn:Conv3d", "-i", "1,1,8,8,8", "-m", "depth=2"],
+            "needs arguments (in_channels, out_channels, kernel_size)",
+        ),
         (["show", "unet3d", "-i", "1,one", "-m", "depth=2"], "is not a shape"),
         (["show", "unet3d", "-i", "1,1,8,8,8", "-m", "depth"], "is not axis=size"),
         (["show", "unet3d", "-i", "1,1,8,8,8", "-m", "time=2"], "unknown mesh axis 'time'"),

@@ -24,7 +24,7 @@ import torch
 
 import halofx
 from halofx.arguments import parse_mesh
-from halofx.compiler.emit import label_of, name_of
+from halofx.compiler.emit import label_of
 from tests.public import zoo
 
 MESHES = ("depth=2", "height=2,width=2", "data=2,depth=2", "depth=3")
@@ -91,7 +91,7 @@ def case(name: str, mesh_text: str, mode: str) -> dict[str, Any]:
             "ops": checked.coverage.ops, "share": checked.coverage.share, "bytes": checked.coverage.bytes,
             "moves": checked.coverage.movements, "sent": sent, "kept": checked.summary.activations, "alone": checked.alone,
             "unruled": {k: len(v) for k, v in checked.coverage.unruled.items()}, "nodes": len(nodes),
-            "whole": [(label_of(n), name_of(n.target), reason) for n, reason in checked.coverage.whole][:12],
+            "whole": [(label_of(w.node), w.bytes, w.reason) for w in checked.coverage.whole][:12],
             "notes": checked.program.notes[:6],
         }  # fmt: skip
     return found

@@ -64,7 +64,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     )  # fmt: skip
     text += "| network | package | exact on | ops | halos | moves | split | sent | memory |\n|---|---|---|---|---|---|---|---|---|\n"
     text += "".join(line(name, by) for name in names)
-    text += "\n## What runs whole, and why\n\nValues of at least 1 % of a network's activation bytes that lose a split (train, depth=2 unless said otherwise).\n\n"
+    text += "\n## What runs whole, and why\n\nWhere at least 1 % of a network's activation bytes lose a split from there on (train, depth=2 unless said otherwise).\n\n"
     text += "".join(whole(name, by) for name in names)
     text += "\n## Refused, or not compared\n\n" + "".join(notes(name, by) for name in names)
     return text
@@ -97,14 +97,9 @@ def whole(name: str, by: dict[Any, dict[str, Any]]) -> str:
     row = chosen(name, by)
     if row is None or not row["whole"]:
         return ""
-    reasons: dict[str, list[str]] = {}
-    for label, _, reason in row["whole"]:
-        reasons.setdefault(reason, []).append(label)
-    shown = "; ".join(
-        f"{r} ({labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''})"
-        for r, labels in list(reasons.items())[:4]
-    )
-    more = f"; {len(reasons) - 4} more reasons" if len(reasons) > 4 else ""
+    places = sorted(row["whole"], key=lambda w: -w[1])
+    shown = "; ".join(f"`{label}`: {reason} ({size / row['bytes']:.0%})" for label, size, reason in places[:4])
+    more = f"; {len(places) - 4} more" if len(places) > 4 else ""
     return f"* **{name}** ({human(row['bytes'])} of activations): {shown}{more}\n"
 
 
