@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from halofx.compiler.cost import human, messages, messages_back
+from halofx.compiler.coverage import why_whole
 from halofx.compiler.emit import label_of
 from halofx.compiler.errors import HalofxError
 from halofx.compiler.facts import is_op, is_tensor, layout_of, shape_of, val
@@ -40,6 +41,9 @@ def _lines(program: Program, node: fx.Node) -> Iterator[str]:
     if is_op(node):
         split = ", ".join(f"{f} over {a}" for f, a in node.meta.get("split", {}).items())
         yield f"  split     {split or 'nothing: every rank runs the whole op'}"
+        for axis in program.mesh.axes:
+            if "split" in node.meta and (reason := why_whole(program, node, axis)):
+                yield f"  whole     over {axis}: {reason}"
         spec = node.meta["bound"].spec
         if "region" in node.meta:
             yield f"  kept      nothing: checkpointed region {node.meta['region']} runs again in the backward pass"

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from halofx.compiler.cost import human, messages
+from halofx.compiler.coverage import why_whole
 from halofx.compiler.emit import is_getitem, label_of, name_of
-from halofx.compiler.facts import axes_of, calls, layout_of, source_of, sources_of
+from halofx.compiler.facts import axes_of, calls, is_op, layout_of, move_of, source_of, sources_of
 from halofx.compiler.layout import Layout
 from halofx.compiler.localize import common_arguments
 from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
@@ -152,6 +153,18 @@ def _movement(node: fx.Node) -> str:
 
 
 def traffic(program: Program, node: fx.Node) -> str:
-    """``2 msg   4.0 KiB``: messages and bytes of a node in one forward pass, over all ranks."""
+    """``2 msg   4.0 KiB``: messages and bytes of a node in one forward pass, over all ranks; of a gather also why."""
     count, size = messages(program, node)
-    return f"{count} msg   {human(size)}" if count else ""
+    return f"{count} msg   {human(size)}{_why(program, node)}" if count else ""
+
+
+def _why(program: Program, node: fx.Node) -> str:
+    """``    for head: linear needs dim 1 of input whole``, after a gather."""
+    move = move_of(node)
+    if move is None or move.kind != "all_gather":
+        return ""
+    for user in node.users:
+        reason = why_whole(program, user, move.axis) if is_op(user) else None
+        if reason:
+            return f"    for {label_of(user)}: {reason}"
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from typing import Any
 
 import pytest
@@ -72,6 +73,14 @@ class Split(torch.autograd.Function):
 
 FUNCTIONS = (Swish, Reverse, Silent)
 bound = Swish.apply  # as models keep it
+
+
+def test_under_a_profiler() -> None:
+    """Which cannot be taken off and put on again: models without such Functions compile, others are refused."""
+    with cProfile.Profile():
+        halofx.compile(nn.Conv3d(1, 1, 3), halofx.Mesh(depth=2), inputs=[(1, 1, 6, 6, 6)])
+        with pytest.raises(halofx.CompileError, match="custom autograd Function S"):
+            halofx.compile(Net(), halofx.Mesh(depth=2), inputs=[(1, 1, 6, 6, 6)])
 
 
 class Net(nn.Module):

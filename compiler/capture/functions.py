@@ -31,10 +31,12 @@ def custom_functions(recorder: Recorder) -> Iterator[set[Any]]:
     Yields the set of those that were. Costs nothing unless some library or the user has defined one.
     """
     recorded: set[Any] = set()
-    if not any(_theirs(function) for function in _all(torch.autograd.Function)):
+    before = sys.getprofile()
+    replaceable = before is None or callable(before)  # under cProfile nobody can watch: `check_autograd` refuses then
+    if not replaceable or not any(_theirs(function) for function in _all(torch.autograd.Function)):
         yield recorded
         return
-    watch, before = _Watch(recorder, recorded), sys.getprofile()
+    watch = _Watch(recorder, recorded)
     sys.setprofile(watch)
     try:
         yield recorded
