@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from halofx.compiler.errors import CompileError
 from halofx.compiler.index_map import IDENTITY, DimMap, Indices
 from halofx.compiler.interval import Interval, blocks
 
@@ -202,7 +203,7 @@ def _factors(call: Call, spec: Spec) -> dict[str, Factor]:
 
 def _match(key: str, call: Call, shape: tuple[int, ...], tokens: Sequence[str]) -> None:
     if len(tokens) != len(shape):
-        raise ValueError(
+        raise CompileError(
             f"the rule of {call.target} gives {key} the dims {' '.join(tokens)!r}, its shape is {list(shape)}"
         )
 
@@ -314,7 +315,31 @@ def bind(node: fx.Node) -> Bound:
     """The call of a ``call_function`` node with its rule applied."""
     call = call_of(node)
     entry = find_rule(node.target)
-    return Bound(call, entry.function(call) if entry is not None else None)
+    if entry is None:
+        return Bound(call, None)
+    where = f"the rule of {node.meta.get('label', node.name)} ({entry.where})"
+    try:
+        spec = entry.function(call)
+    except Exception as error:
+        raise CompileError(f"{where} fails with {type(error).__name__}: {error}") from error
+    if spec is not None:
+        _check(where, call, spec)
+    return Bound(call, spec)
+
+
+def _check(where: str, call: Call, spec: Any) -> None:
+    """Refuse what a rule returned if it does not describe the call."""
+    if not isinstance(spec, Spec):
+        raise CompileError(f"{where} returns {type(spec).__name__}; return a Spec, or None to run the op whole")
+    known = [name for name, _ in signature(call.target)]
+    for key in spec.patterns:
+        if key.partition(".")[0] not in known:
+            raise CompileError(f"{where} names {key!r}; the op takes {', '.join(known)}")
+    missing = [key for key in call.tensors if key not in spec.patterns and call.tensors[key].ndim]
+    if len(spec.outs) != len(call.outs):
+        raise CompileError(f"{where} gives dims for {len(spec.outs)} outputs; the op has {len(call.outs)}")
+    if missing and not any(key in spec.patterns for key in call.tensors):
+        raise CompileError(f"{where} gives no dims to {', '.join(missing)}; add them to ins")
 
 
 def call_of(node: fx.Node) -> Call:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from halofx.compiler.emit import label_of
+from halofx.compiler.errors import HalofxError, at
 from halofx.compiler.facts import layout_of
 from halofx.compiler.program import Program
 from halofx.runtime import shards
@@ -23,6 +25,15 @@ from halofx.runtime.recall import recalling
 
 See = Callable[[fx.Node, Tensor], None]
 """Called with a node of the program and the value, or the gradient, that this rank has of it."""
+
+
+class NodeError(HalofxError):
+    """A node that fails on a rank, whose rule gave it shards that do not fit."""
+
+    def __init__(self, node: fx.Node | None, name: str, error: Exception) -> None:
+        self.node = node
+        where = label_of(node) + at(node.meta.get("source")) if node is not None else name
+        super().__init__(f"{where} fails on rank {current().rank} with {type(error).__name__}: {error}")
 
 
 @dataclass
@@ -119,8 +130,13 @@ class _Watcher(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, shown if it is one tensor of a node of the program."""
-        result = super().run_node(n)
         node = self.nodes.get(n.name)
+        try:
+            result = super().run_node(n)
+        except HalofxError:
+            raise
+        except Exception as error:
+            raise NodeError(node, n.name, error) from error
         if node is None or n.op == "output" or not isinstance(result, Tensor):
             return result
         if self.value is not None:

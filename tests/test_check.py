@@ -17,6 +17,7 @@ from halofx.api import build
 from halofx.checking.first import Watch
 from halofx.cli import app
 from halofx.compiler.emit import label_of
+from halofx.compiler.index_map import IndexMap
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.rules import Spec
 from halofx.runtime.launch import launch
@@ -134,6 +135,40 @@ class TinyUNet3(TinyUNet):
     def __init__(self) -> None:
         super().__init__()
         self.enc = nn.Conv3d(3, 4, 3, padding=1)
+
+
+def _bad(name: str, rule: Any) -> Any:
+    op = torch.library.custom_op(
+        f"halofx_check::{name}", lambda x: 2 * x, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(lambda x: torch.empty_like(x))
+    op.register_autograd(lambda ctx, g: 2 * g)
+    target = getattr(torch.ops.halofx_check, name).default
+    halofx.rule(target)(rule)
+    return target
+
+
+BAD_RULES = {
+    "other_name": (lambda call: Spec(ins={"y": "n c d h w"}, outs=["n c d h w"]), "names 'y'; the op takes x"),
+    "few_dims": (lambda call: Spec(ins={"x": "n c d h"}, outs=["n c d h w"]), "gives x the dims 'n c d h'"),
+    "raises": (lambda call: call["z"], "fails with KeyError: 'z'"),
+    "no_spec": (lambda call: {"x": "n c d h w"}, "returns dict; return a Spec"),
+    "two_outputs": (
+        lambda call: Spec(ins={"x": "n c d h w"}, outs=["n", "c"]),
+        "gives dims for 2 outputs; the op has 1",
+    ),
+    "halo": (
+        lambda call: Spec(ins={"x": "n c d h w"}, outs=["n c d h w"], maps={"d": IndexMap(lo=-1, hi=1)}),
+        "first at halo, relative error inf",  # nobody takes the halo off again
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RULES)
+def test_a_rule_that_does_not_fit_is_named(name: str) -> None:
+    rule, text = BAD_RULES[name]
+    found = halofx.check(Planted(_bad(name, rule)).double(), [randn(*X)], Mesh(depth=2))
+    assert not found.exact and text in found.verdict and "\n" not in found.verdict, str(found)
 
 
 def test_an_op_without_a_rule_comes_with_the_entry_to_write() -> None:

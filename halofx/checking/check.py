@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
+from torch import fx, nn
 
 from halofx.checking.compare import compare, tolerance_of, where
 from halofx.checking.first import UNSTABLE, First, find_first, op_of
@@ -24,7 +24,7 @@ from halofx.compiler.printer import expression
 from halofx.compiler.program import Program
 from halofx.compiler.rules import find_rule
 from halofx.runtime.launch import launch
-from halofx.runtime.observe import Seen, run_rank
+from halofx.runtime.observe import NodeError, Seen, run_rank
 
 Status = Literal["exact", "differs", "refused"]
 
@@ -128,9 +128,15 @@ def _run(result: Check, job: Job, tolerance: float | None) -> None:
     clock.skip()
     expected = alone.expected
     clock.lap("one device")
-    seen = launch(
-        lambda _: run_rank(program, job.state, job.tensors, alone.cotangents), result.mesh, timeout=job.timeout
-    )
+    try:
+        seen = launch(
+            lambda _: run_rank(program, job.state, job.tensors, alone.cotangents), result.mesh, timeout=job.timeout
+        )
+    except HalofxError:
+        raise
+    except Exception as error:
+        _failed(result, alone, error)
+        return
     clock.lap(f"{result.mesh.size} threads")
     limit = tolerance if tolerance is not None else tolerance_of(program)
     found = list(compare(program, expected, seen))
@@ -148,6 +154,35 @@ def _run(result: Check, job: Job, tolerance: float | None) -> None:
     result.verdict += f"; {worst.name} is {worst.error:.1e} off"
 
 
+def _failed(result: Check, alone: OneDevice, error: Exception) -> None:
+    """A rank failed where one device does not: run again node by node to see where."""
+    program = result.program
+    assert program is not None
+    result.status, result.verdict = "differs", f"a rank fails with {type(error).__name__}: {error}"
+    first = None
+    try:
+        first = find_first(program, alone, tolerance_of(program))
+    except NodeError as found:
+        result.verdict = str(found)
+        if found.node is not None:
+            result.details += _rule_of(program, found.node)
+    except Exception:  # in the backward pass of what is right so far: the error itself has to do
+        pass
+    if first is not None:
+        result.verdict = f"{_first(result, first)}; {result.verdict}"
+
+
+def _rule_of(program: Program, node: fx.Node) -> list[str]:
+    """What a node computes, and the entry that says how it splits."""
+    op = op_of(node)
+    lines = [f"{label_of(node)} = {expression(program, op)}"]
+    rule = find_rule(op.target)
+    if rule is not None:
+        split = ", ".join(f"{f} over {a}" for f, a in op.meta.get("split", {}).items()) or "nothing"
+        lines.append(f"  rule    {rule.where}, which splits {split}")
+    return lines
+
+
 def _changed(alone: OneDevice, limit: float) -> str | None:
     """What the captured program on one rank makes of the model, if that already differs."""
     one = alone.one_rank(alone.job.tensors)
@@ -163,12 +198,7 @@ def _first(result: Check, found: First | None) -> str:
         return "at the end, though no node before differs"
     assert result.program is not None
     node, difference = found.node, found.difference
-    op = op_of(node)
-    result.details.append(f"{label_of(node)} = {expression(result.program, op)}")
-    rule = find_rule(op.target)
-    if rule is not None:
-        split = ", ".join(f"{f} over {a}" for f, a in op.meta.get("split", {}).items()) or "nothing"
-        result.details.append(f"  rule    {rule.where}, which splits {split}")
+    result.details += _rule_of(result.program, node)
     if found.backward:
         result.details.append("  forward is right; what its backward hands to its operands is not")
     result.details.append(f"  at      {where(result.program, difference)}")

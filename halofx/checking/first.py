@@ -33,15 +33,17 @@ class First:
     backward: bool
 
 
-def find_first(program: Program, alone: OneDevice, limit: float) -> First | None:
-    """Run the mesh again with an eye on every node; None when each of them is right."""
+def find_first(program: Program, alone: OneDevice, limit: float, backward: bool = True) -> First | None:
+    """Run the mesh again with an eye on every node; None when each of them is right. Raises what a rank raises."""
     values, gradients = alone.observe(alone.job.tensors)
     moved, moved_gradients = alone.observed_movement(values, gradients)
     watch = Watch(program, values, limit, moved, lambda layout: not layout.partial)
-    launch(lambda _: run_rank(program, *_inputs(alone), value=watch.see), program.mesh, timeout=alone.job.timeout)
+    launch(
+        lambda _: run_rank(program, *_inputs(alone, False), value=watch.see), program.mesh, timeout=alone.job.timeout
+    )
     wrong = [node for node in program.graph.nodes if node in watch.wrong]
-    if wrong:
-        return First(wrong[0], watch.wrong[wrong[0]], False)
+    if wrong or not backward:
+        return First(wrong[0], watch.wrong[wrong[0]], False) if wrong else None
     largest = max((float(t.abs().max()) for t in gradients.values() if t.numel()), default=0.0)
     watch = Watch(program, gradients, limit, moved_gradients, lambda layout: True, NOISE * largest)
     launch(lambda _: run_rank(program, *_inputs(alone), gradient=watch.see), program.mesh, timeout=alone.job.timeout)
@@ -52,8 +54,12 @@ def find_first(program: Program, alone: OneDevice, limit: float) -> First | None
     return First(users[0] if users else wrong[0], watch.wrong[wrong[0]], True)
 
 
-def _inputs(alone: OneDevice) -> tuple[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    return alone.job.state, alone.job.tensors, alone.cotangents
+def _inputs(
+    alone: OneDevice, backward: bool = True
+) -> tuple[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
+    """The arguments of `run_rank`, whose backward pass may be left out."""
+    cotangents = alone.cotangents if backward else [None] * len(alone.cotangents)
+    return alone.job.state, alone.job.tensors, cotangents
 
 
 def op_of(node: fx.Node) -> fx.Node:
