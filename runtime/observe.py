@@ -33,7 +33,9 @@ class NodeError(HalofxError):
     def __init__(self, node: fx.Node | None, name: str, error: Exception) -> None:
         self.node = node
         where = label_of(node) + at(node.meta.get("source")) if node is not None else name
-        super().__init__(f"{where} fails on rank {current().rank} with {type(error).__name__}: {error}")
+        super().__init__(
+            f"{where} fails on rank {current().rank} with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
 
 
 @dataclass

@@ -139,8 +139,22 @@ class Functionalizer:
                 "exactly; write to a clone instead"
             )
         kind, op, tail = found
+        if kind == "scatter" and parent.meta["val"].is_complex():
+            return self._scatter_complex(op, parent, value, tail)
         args = (parent, value, *tail) if kind == "scatter" else (value, *tail)
         return self.emit(op, args, val=parent.meta["val"])
+
+    def _scatter_complex(self, op: Any, parent: fx.Node, value: fx.Node, tail: tuple[Any, ...]) -> fx.Node:
+        """A scatter of the real and imaginary parts: torch has no derivative of a complex one."""
+        old, new = (
+            self.emit(aten.view_as_real.default, (self.emit(aten.resolve_conj.default, (v,)),)) for v in (parent, value)
+        )
+        dims = slice(0, 1)
+        if op is aten.diagonal_scatter.default:  # the diagonal is the last dim, behind the parts
+            new, dims = self.emit(aten.transpose.int, (new, -1, -2)), slice(1, 3)
+        positive = [d % parent.meta["val"].dim() for d in tail[dims]]
+        tail = (*tail[: dims.start], *positive, *tail[dims.stop :])
+        return self.emit(aten.view_as_complex.default, (self.emit(op, (old, new, *tail)),), val=parent.meta["val"])
 
     def _check_writable(self, node: fx.Node) -> None:
         opaque = self._opaque.get(node.meta["storage"])
