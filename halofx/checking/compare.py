@@ -18,7 +18,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-4,
 """Relative errors that are rounding; lower precisions have 3e-2."""
 
 NOISE = 1e-3
-"""Gradients are compared with this share of the largest one at least: some are zero but for rounding (a bias before a norm)."""
+"""Gradients and buffers are compared with this share of the largest one at least: some are zero but for rounding (a bias
+before a norm, the running mean of what a norm has centered)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ def compare(program: Program, expected: Seen, ranks: Sequence[Seen], whole: bool
     """Every tensor of every rank against its part of one device's, or against all of it where it is ``whole``."""
     inputs = {f"gradient of input {n.meta['input']}": n for n in program.placeholders("input")}
     outputs = {f"output {i}": n for i, n in enumerate(program.outputs())}
-    grads = [t for n, t in expected.tensors.items() if n.startswith("gradient") and t.numel()]
-    floor = NOISE * max((float(t.abs().max()) for t in grads), default=0.0)
+    floors = {kind: NOISE * _largest(expected, kind) for kind in ("gradient", "buffer")}
     updated = {f"buffer {name}" for name in program.updates}
     for rank, seen in enumerate(ranks):
         for name, value in expected.tensors.items():
@@ -82,11 +82,17 @@ def compare(program: Program, expected: Seen, ranks: Sequence[Seen], whole: bool
             part = take(value, layout, program.mesh, rank) if layout.axes else value
             mine = torch.zeros_like(part) if mine is None and name.startswith("gradient") else mine
             error, at = (
-                error_of(mine, part, floor * name.startswith("gradient")) if mine is not None else (float("inf"), 0)
+                error_of(mine, part, floors.get(name.partition(" ")[0], 0.0)) if mine is not None else (float("inf"), 0)
             )
             yield Difference(
                 name, rank, error, global_index(at, value.shape, layout, program, rank), layout, tuple(value.shape)
             )
+
+
+def _largest(expected: Seen, kind: str) -> float:
+    """The largest floating value of a kind."""
+    chosen = [t for n, t in expected.tensors.items() if n.startswith(kind) and t.numel()]
+    return max((float(t.abs().nan_to_num(0, 0, 0).max()) for t in chosen if t.is_floating_point()), default=0.0)
 
 
 def global_index(position: int, shape: Sequence[int], layout: Layout, program: Program, rank: int) -> tuple[int, ...]:
