@@ -8,6 +8,7 @@ halofx.opaque(model.head, split="batch")         samples do not depend on each o
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
@@ -40,6 +41,10 @@ def opaque(module: M, split: Split = "whole") -> M:
     return module
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""``functional_call`` puts tensors into the module for a while, which ranks that are threads may share."""
+
+
 class ModuleCall:
     """One call of a marked module as a function of its input tensors and its parameters and buffers."""
 
@@ -52,7 +57,8 @@ class ModuleCall:
     def __call__(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
         """The tensors of the output: one alone, or a tuple."""
         args, kwargs = rebuild(self.spec, self.leaves, inputs)
-        out = functional_call(self.module, dict(zip(self.names, state, strict=True)), args, kwargs)
+        with _ONE_AT_A_TIME:
+            out = functional_call(self.module, dict(zip(self.names, state, strict=True)), args, kwargs)
         return out if isinstance(out, Tensor) else tuple(t for _, t in flatten(out, "output")[2])
 
 

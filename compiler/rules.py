@@ -331,15 +331,13 @@ def _check(where: str, call: Call, spec: Any) -> None:
     """Refuse what a rule returned if it does not describe the call."""
     if not isinstance(spec, Spec):
         raise CompileError(f"{where} returns {type(spec).__name__}; return a Spec, or None to run the op whole")
-    known = [name for name, _ in signature(call.target)]
-    for key in spec.patterns:
-        if key.partition(".")[0] not in known:
-            raise CompileError(f"{where} names {key!r}; the op takes {', '.join(known)}")
-    missing = [key for key in call.tensors if key not in spec.patterns and call.tensors[key].ndim]
     if len(spec.outs) != len(call.outs):
         raise CompileError(f"{where} gives dims for {len(spec.outs)} outputs; the op has {len(call.outs)}")
-    if missing and not any(key in spec.patterns for key in call.tensors):
-        raise CompileError(f"{where} gives no dims to {', '.join(missing)}; add them to ins")
+    known = [name for name, _ in signature(call.target)]
+    strange = [key for key in spec.patterns if key.partition(".")[0] not in known]
+    missing = [key for key, operand in call.tensors.items() if key not in spec.patterns and operand.ndim]
+    if missing and strange:  # a rule of several ops may name arguments that this one has not
+        raise CompileError(f"{where} gives no dims to {', '.join(missing)}, but to {', '.join(strange)}; mend the name")
 
 
 def call_of(node: fx.Node) -> Call:

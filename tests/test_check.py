@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from halofx.cli import app
 from halofx.compiler.emit import label_of
 from halofx.compiler.index_map import IndexMap
 from halofx.compiler.mesh import Mesh
-from halofx.compiler.rules import Spec
+from halofx.compiler.rules import RULES, Spec
 from halofx.runtime.launch import launch
 from halofx.runtime.observe import run_rank
 from tests.models import TinyUNet
@@ -36,15 +37,23 @@ def _op(name: str, forward: Any, backward: Any) -> Any:
     op = torch.library.custom_op(f"halofx_check::{name}", forward, mutates_args=(), schema="(Tensor x) -> Tensor")
     op.register_fake(lambda x: torch.empty_like(x))
     op.register_autograd(backward)
-    target = getattr(torch.ops.halofx_check, name).default
-    halofx.rule(target)(lambda call: Spec(ins={"x": "n c d h w"}, outs=["n c d h w"]))
-    return target
+    return getattr(torch.ops.halofx_check, name).default
 
 
 center = _op("center", lambda x: x - x.mean(2, keepdim=True), lambda ctx, g: g - g.mean(2, keepdim=True))
 """Wrong: it needs dim 2 whole."""
 bent = _op("bent", lambda x: 2 * x, lambda ctx, g: 2 * g + g.mean())
 """Right forward, wrong backward: it sees all of the gradient."""
+
+
+@pytest.fixture(autouse=True)
+def _rules() -> Iterator[None]:
+    """Rules of this file do not outlive a test."""
+    before = dict(RULES)
+    halofx.rule(center, bent)(lambda call: Spec(ins={"x": "n c d h w"}, outs=["n c d h w"]))
+    yield
+    RULES.clear()
+    RULES.update(before)
 
 
 class Planted(nn.Module):
@@ -149,7 +158,7 @@ def _bad(name: str, rule: Any) -> Any:
 
 
 BAD_RULES = {
-    "other_name": (lambda call: Spec(ins={"y": "n c d h w"}, outs=["n c d h w"]), "names 'y'; the op takes x"),
+    "other_name": (lambda call: Spec(ins={"y": "n c d h w"}, outs=["n c d h w"]), "gives no dims to x, but to y"),
     "few_dims": (lambda call: Spec(ins={"x": "n c d h"}, outs=["n c d h w"]), "gives x the dims 'n c d h'"),
     "raises": (lambda call: call["z"], "fails with KeyError: 'z'"),
     "no_spec": (lambda call: {"x": "n c d h w"}, "returns dict; return a Spec"),
