@@ -70,7 +70,7 @@ def run_rank(
     names = [str(n.meta["state"]) for n in program.placeholders("state")]
     own = _copies([state[name] for name in names])
     nodes = program.placeholders("input")
-    cut = [_leaf(shards.take(x.detach(), layout_of(n), mesh, comm.rank)) for n, x in zip(nodes, inputs, strict=True)]
+    cut = [leaf(shards.take(x.detach(), layout_of(n), mesh, comm.rank)) for n, x in zip(nodes, inputs, strict=True)]
     rng = [torch.tensor(1)] if program.placeholders("rng") else []
     if value is None and gradient is None:
         with recalling():
@@ -117,7 +117,8 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [made[id(t)] for t in tensors]
 
 
-def _leaf(x: Tensor) -> Tensor:
+def leaf(x: Tensor) -> Tensor:
+    """A copy that takes a gradient, if a tensor of its dtype can."""
     return x.clone().requires_grad_() if x.is_floating_point() or x.is_complex() else x
 
 

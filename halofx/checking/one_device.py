@@ -19,7 +19,7 @@ from halofx.compiler.errors import CompileError
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
 from halofx.runtime.launch import launch
-from halofx.runtime.observe import Seen, run_rank, tensors_of
+from halofx.runtime.observe import Seen, leaf, run_rank, tensors_of
 
 SHAKES = 3
 """How often the inputs are moved by two units in the last place."""
@@ -159,7 +159,7 @@ def _alone(job: Job, program: Program, tensors: Sequence[Tensor], cotangents: Se
     before = {n: b.detach().clone() for n, b in buffers.items()}
     try:
         with torch.enable_grad():
-            leaves = [_leaf(t) for t in tensors]
+            leaves = [leaf(t) for t in tensors]
             args, kwargs, targets = _replace((job.args, job.kwargs, job.targets), leaves)
             out = job.model(*args, **kwargs)
             outs = tensors_of(out if job.loss is None else job.loss(out, *targets))
@@ -179,10 +179,6 @@ def _alone(job: Job, program: Program, tensors: Sequence[Tensor], cotangents: Se
         with torch.no_grad():
             for name, value in before.items():
                 buffers[name].detach().copy_(value)
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.clone().requires_grad_() if t.is_floating_point() or t.is_complex() else t
 
 
 def _replace(tree: Any, leaves: Sequence[Tensor]) -> Any:
