@@ -26,7 +26,7 @@ from halofx.compiler.index_map import length
 from halofx.compiler.interval import blocks
 from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
-from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.redistribution import Redistribution
 from halofx.compiler.regions import regions
@@ -78,8 +78,8 @@ def human(size: float) -> str:
 
 def messages(program: Program, node: fx.Node) -> tuple[int, int]:
     """(messages, bytes) that a node sends in one forward pass, over all ranks; an all-reduce counts one a rank."""
-    if calls(node, redistribute):
-        return _moved(program.mesh, node, back=False)
+    if calls(node, redistribute, reduce_scatter):
+        return _moved(program.mesh, node, back=calls(node, reduce_scatter))
     if calls(node, all_reduce):
         rows = program.mesh.count(axes_of(node)) if node.args[2] == "moments" else 1
         return _reduced(program.mesh, source_of(node), rows)
@@ -90,8 +90,8 @@ def messages_back(program: Program, node: fx.Node) -> tuple[int, int]:
     """(messages, bytes) that a node sends in one backward pass, over all ranks."""
     if not node.meta.get("needs_grad", True):
         return 0, 0
-    if calls(node, redistribute):
-        return _moved(program.mesh, node, back=True)
+    if calls(node, redistribute, reduce_scatter):
+        return _moved(program.mesh, node, back=calls(node, redistribute))
     if calls(node, vary):
         return _reduced(program.mesh, source_of(node))
     if calls(node, vary_all):
@@ -169,6 +169,8 @@ def summary(program: Program) -> Summary:
 def _kind(node: fx.Node) -> tuple[str, tuple[str, ...]]:
     if node.target is redistribute:
         return node.meta["move"].kind, (node.meta["move"].axis,)
+    if node.target is reduce_scatter:
+        return name_of(node.target), (node.meta["move"].axis,)
     return name_of(node.target), axes_of(node)
 
 

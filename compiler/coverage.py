@@ -12,7 +12,7 @@ from halofx.compiler.cost import human
 from halofx.compiler.emit import full_name, is_getitem, label_of, name_of, operand_nodes
 from halofx.compiler.facts import Homes, bound_of, calls, homes_of, is_op, is_tensor, move_of, source_of
 from halofx.compiler.index_map import Table
-from halofx.compiler.primitives import COLLECTIVES, vary_all
+from halofx.compiler.primitives import COLLECTIVES, reduce_scatter, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.rules import find_rule
 
@@ -74,7 +74,7 @@ def _losses(program: Program, fed: list[fx.Node]) -> list[Loss]:
         sums: dict[tuple[fx.Node, str], int] = {}
         origin: dict[fx.Node, tuple[fx.Node, str]] = {}  # of a value that is whole over the axis: where it became so
         for node in fed if program.mesh[axis] > 1 else ():
-            if any(axis in layout for _, layout in _outs(node)):
+            if any(axis in layout for _, layout in _outs(node)) or _scattered(node, axis):
                 continue
             reason = why_whole(program, node, axis)
             sources = [_op(_origin(s)) for s in operand_nodes(node).values()]
@@ -86,6 +86,16 @@ def _losses(program: Program, fed: list[fx.Node]) -> list[Loss]:
         for root, size in sums.items():
             totals[root] = max(totals.get(root, 0), size)
     return [Loss(node, reason, size) for (node, reason), size in totals.items()]
+
+
+def _scattered(node: fx.Node, axis: str) -> bool:
+    """Whether the addends that an op makes are summed in blocks."""
+    return any(calls(user, reduce_scatter) and move_axis(user) == axis for user in node.users)
+
+
+def move_axis(node: fx.Node) -> str:
+    """The axis of a `redistribute` or `reduce_scatter`."""
+    return str(node.meta["move"].axis)
 
 
 def _op(node: fx.Node) -> fx.Node:
@@ -135,8 +145,11 @@ def why_whole(program: Program, node: fx.Node, axis: str) -> str | None:
     if not at_home:
         return None
     bound = bound_of(node)
-    if axis in node.meta["split"].values():
+    taken = next((name for name, a in node.meta["split"].items() if a == axis), None)
+    if taken is not None and bound_of(node).factors[taken].reduces:
         return f"{name_of(node.target)} sums the dim of {axis} away"
+    if taken is not None:
+        return f"{name_of(node.target)} is split over its own dim {taken} instead"
     if bound.spec is None:
         known = find_rule(node.target) is not None
         return (

@@ -5,6 +5,7 @@ function        forward                                               backward
 ==============  ====================================================  =======================================
 redistribute    have-intervals -> need-indices                        the same pieces back, adding
 all_reduce      addends -> whole                                      identity
+reduce_scatter  addends -> each its block of the sum                  all-gather: the movement run the right way round
 vary            a whole value used by shards: identity                all-reduce
 vary_all        `vary` of many parameters in one bucket               one all-reduce, overlapped
 ==============  ====================================================  =======================================
@@ -33,6 +34,11 @@ def all_reduce(x: Tensor, axes: Sequence[str], reduce: str = "sum") -> Tensor:
     raise NotImplementedError("bound by the runtime")
 
 
+def reduce_scatter(x: Tensor, move: Redistribution) -> Tensor:
+    """The adjoint of a movement as a step forward: what ranks have of ``move``'s result is added up in ``move``'s blocks."""
+    raise NotImplementedError("bound by the runtime")
+
+
 def vary(x: Tensor, axes: Sequence[str]) -> Tensor:
     """``x``; the cotangent is summed over the ranks along ``axes``."""
     raise NotImplementedError("bound by the runtime")
@@ -43,4 +49,4 @@ def vary_all(xs: Sequence[Tensor], axes: Sequence[str]) -> list[Tensor]:
     raise NotImplementedError("bound by the runtime")
 
 
-COLLECTIVES = (redistribute, all_reduce, vary, vary_all)
+COLLECTIVES = (redistribute, all_reduce, reduce_scatter, vary, vary_all)

@@ -14,7 +14,7 @@ from halofx.compiler.emit import is_getitem, label_of, name_of
 from halofx.compiler.facts import axes_of, calls, is_op, layout_of, move_of, source_of, sources_of
 from halofx.compiler.layout import Layout
 from halofx.compiler.localize import common_arguments
-from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.rules import bind_arguments, signature
 
@@ -93,6 +93,9 @@ def expression(program: Program, node: fx.Node) -> str:
         return "constant"
     if calls(node, redistribute):
         return _movement(node)
+    if calls(node, reduce_scatter):
+        move = node.meta["move"]
+        return f"reduce_scatter({_name(source_of(node))}, dim={move.dim}, axis={move.axis})"
     if calls(node, all_reduce, vary):
         extra = f", {node.args[2]}" if node.target is all_reduce and node.args[2] != "sum" else ""
         return f"{name_of(node.target)}({_name(source_of(node))}, axes=({', '.join(axes_of(node))}){extra})"

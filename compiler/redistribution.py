@@ -50,6 +50,11 @@ class Table:
     fill: float
 
 
+def spread(axis: str, parts: int, dim: int, extent: int) -> Redistribution:
+    """The movement of a split dim to all ranks, where each will use it differently; its adjoint is a reduce-scatter."""
+    return Redistribution(axis, parts, dim, dim, extent, extent, (span(Interval(0, extent)),) * parts)
+
+
 @dataclass(frozen=True)
 class Redistribution:
     """A movement along ``axis``, over which ``parts`` ranks lie.
@@ -171,12 +176,20 @@ class Redistribution:
         return found
 
     @cached_property
+    def spreads(self) -> bool:
+        """Whether every rank gets all of a split dim, each a copy of its own: cotangents of it are added up in blocks."""
+        everything = span(Interval(0, self.need_extent))
+        return self.have is not None and self.have == self.need and all(read == everything for read in self.reads)
+
+    @cached_property
     def kind(self) -> str:
         """What the movement amounts to, read off its pieces."""
         if self.have is None:
             return "local_slice"
         if self.need is None:
             return "all_gather" if self.canonical else "broadcast_slice"
+        if self.spreads:
+            return "all_gather"
         if self.have != self.need:
             return "all_to_all"
         if not self.traffic[0]:

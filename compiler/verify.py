@@ -18,7 +18,7 @@ from halofx.compiler.facts import (
 )
 from halofx.compiler.index_map import span
 from halofx.compiler.interval import Interval, blocks
-from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
 from halofx.compiler.program import Program
 
 LOWERED = ("insert_movements", "merge_movements")
@@ -40,7 +40,7 @@ def verify(program: Program, step: str) -> None:
 
 
 def _summed(node: fx.Node) -> bool:
-    return all(calls(user, all_reduce) for user in node.users)
+    return all(calls(user, all_reduce, reduce_scatter) for user in node.users)
 
 
 def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) -> None:
@@ -49,6 +49,11 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
     for dim, axis in enumerate(layout.split):
         name = bound.name_of(key, dim)
         wanted = node.meta["split"].get(name) if name is not None else None
+        if axis is not None and wanted is None and axis in node.meta["split"].values():
+            extent = bound.call.tensors[key].shape[dim]
+            every = span(Interval(0, extent))
+            assert all(read == every for read in _reads(program, source, dim, axis, extent)), f"{label_of(node)}: {key}"
+            continue
         if wanted is None or name is None:
             assert axis is None, f"{label_of(node)} reads {key} dim {dim} whole, it is held over {axis}"
             continue

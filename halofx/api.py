@@ -21,7 +21,8 @@ def build(
     loss: Callable[..., Any] | None = None, targets: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None,
 ) -> Program:  # fmt: skip
     """Capture a model on global (real, fake or meta) inputs and run every pass."""
-    program = capture(model, args, dict(kwargs), mesh, loss=loss, targets=targets)
+    shapes = (options or {}).get("shapes")
+    program = capture(model, args, dict(kwargs), mesh, loss=loss, targets=targets, shapes=shapes)
     program.options.update(options or {}, frozen=frozen(model, loss), loss=loss is not None)
     return passes.run(program)
 

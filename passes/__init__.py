@@ -18,6 +18,7 @@ from halofx.passes.insert_varies import insert_varies
 from halofx.passes.merge_gradients import merge_gradients
 from halofx.passes.merge_movements import merge_movements
 from halofx.passes.plan_splits import plan_splits
+from halofx.passes.plan_state import plan_state
 from halofx.passes.plan_statistics import plan_statistics
 from halofx.passes.seed_random import seed_random
 
@@ -30,6 +31,7 @@ PIPELINE: tuple[Callable[[Program], None], ...] = (
     infer_homes,
     decompose_split,
     plan_splits,
+    plan_state,
     insert_reductions,
     insert_movements,
     merge_movements,

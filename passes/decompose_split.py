@@ -14,7 +14,7 @@ from halofx.compiler.facts import bound_of, is_op, source_of
 from halofx.compiler.program import Program
 from halofx.compiler.rules import Operand, bind
 from halofx.passes.infer_gradients import infer_gradients
-from halofx.passes.infer_homes import factor_homes, infer_homes
+from halofx.passes.infer_homes import infer_homes, split_homes
 from halofx.passes.plan_splits import wide
 
 
@@ -43,7 +43,7 @@ def _cut(program: Program, node: fx.Node) -> bool:
     factors = bound_of(node).factors
     return any(
         not factors[name].splittable and wide(program, factors[name].extent, axis)
-        for name, axis in factor_homes(node).items()
+        for name, axis in split_homes(node).items()
     )
 
 

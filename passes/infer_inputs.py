@@ -18,6 +18,7 @@ from halofx.compiler.errors import MeshError
 from halofx.compiler.facts import Homes, shape_of
 from halofx.compiler.inputs import default_homes
 from halofx.compiler.program import Program
+from halofx.passes.infer_homes import CHANNEL
 
 
 def infer_inputs(program: Program) -> None:
@@ -50,7 +51,7 @@ def _checked(program: Program, node: fx.Node, homes: Homes) -> Homes:
 def _check_axes(program: Program, inputs: Sequence[fx.Node]) -> None:
     used = {axis for node in inputs for axis in node.meta["homes"][0] if axis}
     for axis in program.mesh.axes:
-        if program.mesh[axis] > 1 and axis not in used:
+        if program.mesh[axis] > 1 and axis not in used and axis != CHANNEL:  # splits weights
             name = inputs[0].meta["input"] if inputs else "x"
             shapes = ", ".join(f"{n.meta['input']} {list(shape_of(n))}" for n in inputs)
             raise MeshError(

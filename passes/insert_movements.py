@@ -27,15 +27,29 @@ Need = dict[str, tuple[int | None, int, tuple[Indices, ...]]]
 
 
 def insert_movements(program: Program) -> None:
-    """Insert ``redistribute`` nodes before every op, and gather what must leave the graph whole."""
+    """Insert ``redistribute`` nodes before every op, and bring what leaves the graph into the layout that it must have."""
     for node in list(program.graph.nodes):
         if is_op(node):
             _feed(program, node)
-    for node in _whole_outputs(program):
-        output = program.output_node()
-        with program.graph.inserting_before(output):
-            moved = move(program, node, {}, f"{label_of(node)}.whole", 0.0)
-        output.replace_input_with(node, moved)
+    outputs, updates = program.results()
+    if program.options.get("loss"):
+        outputs = tuple(_leave(program, node, {}) for node in outputs)
+    buffers = {str(n.meta["state"]): n for n in program.placeholders("state")}
+    wanted = [_blocks_of(program, buffers[name]) for name in program.updates]
+    updates = tuple(_leave(program, node, need) for node, need in zip(updates, wanted, strict=True))
+    program.output_node().args = ((outputs, updates),)
+
+
+def _leave(program: Program, node: fx.Node, need: Need) -> fx.Node:
+    with program.graph.inserting_before(program.output_node()):
+        return move(program, node, need, f"{label_of(node)}.whole", 0.0)
+
+
+def _blocks_of(program: Program, node: fx.Node) -> Need:
+    """The layout of a value as a need."""
+    split = [(dim, axis) for dim, axis in enumerate(layout_of(node).split) if axis]
+    parts = {axis: blocks(shape_of(node)[dim], program.mesh[axis]) for dim, axis in split}
+    return {axis: (dim, dim, tuple(span(b) for b in parts[axis])) for dim, axis in split}
 
 
 def _feed(program: Program, node: fx.Node) -> None:
@@ -59,16 +73,21 @@ def needs(mesh: Mesh, node: fx.Node, key: str) -> Need:
     if bound.spec is None:
         return found
     source = operand_nodes(node)[key]
+    for dim, held in enumerate(layout_of(source).split):  # a dim read whole by ranks that differ along its axis
+        name = bound.name_of(key, dim)
+        if held is not None and held in node.meta["split"].values() and name not in node.meta["split"]:
+            everything = span(Interval(0, bound.call.tensors[key].shape[dim]))
+            found[held] = (dim, dim, (everything,) * mesh[held])
     for name, factor in bound.factors.items():
         for at, dim, index_map in factor.ins:
             if at != key:
                 continue
             extent = bound.call.tensors[key].shape[dim]
-            axis = node.meta["split"].get(name)
+            axis, held = node.meta["split"].get(name), layout_of(source).split[dim]
             if axis is not None:
                 parts = blocks(factor.extent, mesh[axis])
                 found[axis] = (dim, dim, tuple(index_map.read(block, extent) for block in parts))
-            elif name in node.meta["fetched"] and (held := layout_of(source).split[dim]) is not None:
+            elif name in node.meta["fetched"] and held is not None:
                 read = index_map.read(Interval(0, factor.extent), extent)
                 found[held] = (None, dim, (read,) * mesh[held])
     return found
@@ -81,6 +100,7 @@ def move(program: Program, source: fx.Node, need: Need, label: str, fill: float,
     """
     layout, shape, node = layout_of(source), list(shape_of(source)), source
     todo = {axis: plan for axis in program.mesh.axes if (plan := _step(program.mesh, axis, layout, shape, need))}
+    todo = dict(sorted(todo.items(), key=lambda item: item[1].spreads))  # what makes the tensor larger comes last
     while todo:
         free = (a for a, r in todo.items() if r.need is None or layout.split[r.need] in (None, a))
         axis = next(free, None)
@@ -133,10 +153,3 @@ def _insert(program: Program, source: fx.Node, plan: Redistribution, label: str,
     node.meta.update(val=source.meta["val"], label=label, source=source.meta.get("source"), move=plan)
     set_layout(node, Layout(tuple(split), layout.partial))
     return node
-
-
-def _whole_outputs(program: Program) -> list[fx.Node]:
-    """Values that must end whole on every rank: new buffers, and the value of a captured loss."""
-    outputs, updates = program.results()
-    wanted = updates + (outputs if program.options.get("loss") else ())
-    return [n for n in dict.fromkeys(wanted) if any(layout_of(n).split)]

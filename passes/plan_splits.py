@@ -15,7 +15,7 @@ from halofx.compiler.facts import bound_of, homes_of, is_op, layout_of, set_layo
 from halofx.compiler.index_map import Strided, Table
 from halofx.compiler.layout import Layout
 from halofx.compiler.program import Program
-from halofx.passes.infer_homes import factor_homes
+from halofx.passes.infer_homes import split_homes
 
 
 def plan_splits(program: Program) -> None:
@@ -48,7 +48,7 @@ def _plan(program: Program, node: fx.Node) -> None:
         return
     split = {
         name: axis
-        for name, axis in factor_homes(node).items()
+        for name, axis in split_homes(node).items()
         if bound.factors[name].splittable and wide(program, bound.factors[name].extent, axis)
     }
     node.meta["split"] = split

@@ -17,23 +17,39 @@ import torch
 from torch import Tensor, fx, nn
 
 from halofx.compiler.emit import label_of, operand_nodes, positional
-from halofx.compiler.facts import attached_operands, axes_of, calls, is_op, source_of, sources_of
+from halofx.compiler.facts import (
+    attached_operands,
+    axes_of,
+    calls,
+    is_op,
+    layout_of,
+    shape_of,
+    source_of,
+    sources_of,
+)
+from halofx.compiler.index_map import span
+from halofx.compiler.interval import Interval, blocks
+from halofx.compiler.layout import Layout
 from halofx.compiler.localize import local_call, local_view
-from halofx.compiler.primitives import all_reduce, redistribute, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
 from halofx.compiler.program import Program
+from halofx.compiler.redistribution import Redistribution
 from halofx.compiler.regions import regions
 from halofx.compiler.rules import Local, Operand
 from halofx.runtime.checkpoint import fold_regions
 from halofx.runtime.comm.base import Comm
 from halofx.runtime.gradients import Bucket, Enter, Launch, SyncSwitch
-from halofx.runtime.movement import AllReduce, Group, Move, Site, Vary, routes
+from halofx.runtime.movement import AllReduce, Group, Move, Route, Site, Vary, routes
 
 
 class Binder:
-    """Builds the graph module of one rank. ``device`` replaces the devices that capture has baked into factories."""
+    """Builds the graph module of one rank. ``device`` replaces the devices that capture has baked into factories.
 
-    def __init__(self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch) -> None:
-        self.program, self.comm, self.device, self.sync = program, comm, device, sync
+    With ``cut`` the state comes whole to every call, which cuts its shards out and gives new values of buffers back whole.
+    """
+
+    def __init__(self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch, cut: bool = True) -> None:
+        self.program, self.comm, self.device, self.sync, self.cut = program, comm, device, sync, cut
         self.graph, self.env = fx.Graph(), dict[fx.Node, fx.Node]()
         self.root: dict[str, Any] = {}
         self.entered: dict[fx.Node, fx.Node] = {}
@@ -44,6 +60,8 @@ class Binder:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.env[node] = self.graph.placeholder(node.name)
+        for node in self.program.placeholders("state") if self.cut else ():
+            self.env[node] = self._recut(node, self.env[node], layout_of(node), cut=True)
         for node in self.program.graph.nodes:
             if calls(node, vary_all):
                 self._enter(node)
@@ -59,7 +77,10 @@ class Binder:
             self.root[node.name] = constant.to(self.device)
             self.env[node] = self.graph.get_attr(node.name)
         elif node.op == "output":
-            self.graph.output(fx.node.map_arg(node.args[0], self.env.__getitem__))
+            outputs, updates = self.program.results()
+            self.graph.output(
+                (tuple(self.env[n] for n in outputs), tuple(self._update(n) for n in updates)),
+            )
         elif node.op == "call_function":
             handler = _HANDLERS.get(node.target)
             if handler is not None:
@@ -68,6 +89,30 @@ class Binder:
                 self._op(node)
             else:
                 self._keep(node)
+
+    def _update(self, node: fx.Node) -> fx.Node:
+        """The new value of a buffer, whole where the state is."""
+        return self._recut(node, self.env[node], layout_of(node), cut=False) if self.cut else self.env[node]
+
+    def _recut(self, node: fx.Node, value: fx.Node, layout: Layout, cut: bool) -> fx.Node:
+        """This rank's shard of a whole value, or the whole value of shards."""
+        for dim, axis in enumerate(layout.split):
+            if axis is None:
+                continue
+            extent, parts = shape_of(node)[dim], self.program.mesh[axis]
+            have, need = (None, dim) if cut else (dim, None)
+            every = (span(Interval(0, extent)),) * parts
+            reads = tuple(span(b) for b in blocks(extent, parts)) if cut else every
+            plan = Redistribution(axis, parts, have, need, extent * (not cut), extent * cut, reads)
+            suffix = f"_{'cut' if cut else 'whole'}_{axis}"
+            value = self._module(node, Move(self._route(plan, f"{label_of(node)}{suffix}")), value, suffix=suffix)
+        return value
+
+    def _route(self, plan: Redistribution, what: str) -> Route:
+        mesh, rank = self.program.mesh, self.comm.rank
+        peers = [mesh.peer(rank, plan.axis, c) for c in range(plan.parts)]
+        self.tag += 2
+        return routes(plan, mesh.coordinate(rank, plan.axis), peers, Site(self.comm, what, self.tag - 2))
 
     def _keep(self, node: fx.Node) -> None:
         self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
@@ -106,10 +151,8 @@ class Binder:
         return self.graph.create_node("call_module", name, args, name=name)
 
     def _redistribute(self, node: fx.Node) -> None:
-        plan, mesh, rank = node.meta["move"], self.program.mesh, self.comm.rank
-        peers = [mesh.peer(rank, plan.axis, c) for c in range(plan.parts)]
-        route = routes(plan, mesh.coordinate(rank, plan.axis), peers, Site(self.comm, label_of(node), self.tag))
-        self.tag += 2
+        route = self._route(node.meta["move"], label_of(node))
+        route = route.adjoint if calls(node, reduce_scatter) else route
         self.env[node] = self._module(node, Move(route), self.env[source_of(node)])
 
     def _group(self, node: fx.Node) -> Group:
@@ -137,6 +180,7 @@ class Binder:
 
 _HANDLERS: dict[Any, Callable[[Binder, fx.Node], None]] = {
     redistribute: Binder._redistribute,
+    reduce_scatter: Binder._redistribute,
     all_reduce: Binder._all_reduce,
     vary: Binder._vary,
     vary_all: Binder._vary_all,

@@ -27,6 +27,7 @@ from halofx.runtime.comm import Comm
 from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
 from halofx.runtime.recall import recalling
+from halofx.runtime.state import State
 
 Build = Callable[..., Program]
 """``build(model, args, kwargs, mesh, loss=, targets=, options=) -> Program``, all passes run."""
@@ -64,6 +65,7 @@ class Instances:
         options: Mapping[str, Any], sync: SyncSwitch,
     ) -> None:  # fmt: skip
         self.model, self.mesh, self.build, self.loss, self.sync = model, mesh, build, loss, sync
+        self.state = State(model, loss, mesh)
         self.options = dict(options)
         self.declared: Request | None = None
         self.cache: dict[Any, Instance] = {}
@@ -110,10 +112,12 @@ class Instances:
         key = (request.training, described, str(spec), frozen)
         with self.lock:
             if key not in self.cache:
+                held = {"held": self.state.layouts, "shapes": self.state.shapes} if self.state.settled else {}
                 program = self.build(
                     self.model, request.args, dict(request.kwargs), self.mesh,
-                    loss=self.loss, targets=request.targets, options=self.options,
+                    loss=self.loss, targets=request.targets, options={**self.options, **held},
                 )  # fmt: skip
+                self.state.settle(program)
                 for note in program.notes:
                     warnings.warn(f"halofx: {note}", stacklevel=6)
                 self.cache[key] = Instance(program)
@@ -146,7 +150,9 @@ class Instances:
         with self.lock:
             if id(comm) not in instance.modules:
                 device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-                instance.modules[id(comm)] = Binder(instance.program, comm, device, self.sync).bind()
+                instance.modules[id(comm)] = Binder(
+                    instance.program, comm, device, self.sync, cut=not self.state.layouts
+                ).bind()
                 instance.comms.append(comm)
             return instance.modules[id(comm)]
 
@@ -198,12 +204,12 @@ class Instances:
             return out if self.loss is None else self.loss(out, *request.targets)
         instance, module = self._ready(comm, request)
         program = instance.program
-        state = self._state(program)
+        state = self.state.of(program)
         leaves = tree_flatten((request.args, dict(request.kwargs), request.targets))[0]
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         with recalling():
             outs, updates = module(*state, *tensors, *self._rng(comm, instance))
-        self._assign(program, updates)
+        self.state.assign(program, updates)
         return self._result(program, outs)
 
     def _random_alone(self, request: Request) -> bool:
@@ -236,11 +242,12 @@ class Instances:
 
     def _facts(self, instance: Instance) -> dict[str, str]:
         state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        values = self.state.digest or tensor_digest(state)
         return {
             "the versions of torch and Python": torch.__version__,
             "the mesh": str(self.mesh),
             "the program (shapes, code, options)": digest(next(reversed(instance.program.listings.values()))),
-            PARAMETERS: tensor_digest(state),
+            PARAMETERS: values,
         }
 
     def _globals(self, comm: Comm, request: Request) -> Request:
@@ -302,19 +309,6 @@ class Instances:
             if device is not None and tensor.device != device:
                 raise RankError(f"{where} is on {tensor.device}, the model on {device}; move one of them with .to(...)")
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The state of the model, and of the loss under ``loss.``, by the keys of the program."""
-        found: dict[str, Tensor] = {}
-        for prefix, module in (("", self.model), ("loss.", self.loss)):
-            if isinstance(module, nn.Module):
-                found |= {prefix + name: p for name, p in module.named_parameters(remove_duplicate=False)}
-                found |= {prefix + name: b for name, b in module.named_buffers(remove_duplicate=False)}
-        return found
-
-    def _state(self, program: Program) -> list[Tensor]:
-        tensors = self._tensors()
-        return [tensors[n.meta["state"]] for n in program.placeholders("state")]
-
     def _rng(self, comm: Comm, instance: Instance) -> list[Tensor]:
         """The number that all random draws of this call depend on: the seed and the count of calls that drew."""
         if not instance.random:
@@ -331,12 +325,6 @@ class Instances:
         self.step = max(self.step, self.steps[comm])
         number = (int(self.options.get("seed", 0)) << 32) + self.steps[comm]
         return [torch.tensor((number + 2**63) % 2**64 - 2**63)]
-
-    @torch.no_grad()
-    def _assign(self, program: Program, updates: Sequence[Tensor]) -> None:
-        buffers = self._tensors() if program.updates else {}
-        for name, value in zip(program.updates, updates, strict=True):
-            buffers[name].copy_(value)
 
     def _result(self, program: Program, outs: Sequence[Tensor]) -> Any:
         self.outputs = []

@@ -177,12 +177,29 @@ class Net(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the model, under the model's keys."""
+        """The state of the model as this rank holds it, under the model's keys: axis ``channel`` makes it shards.
+
+        Where torch.distributed runs the shards are DTensors, for ``torch.distributed.checkpoint``.
+        """
         return self.model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state of the model."""
-        return self.model.load_state_dict(*args, **kwargs)
+    def full_state_dict(self, dst: int | None = None) -> dict[str, Tensor]:
+        """The state of the model with whole tensors, as the model on one device loads it; every rank must call it.
+
+        On every rank, or on rank ``dst`` and an empty dict elsewhere.
+        """
+        return self.instances.state.full(dst)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state of the model: of whole tensors (from any mesh, or one device), or of this rank's shards."""
+        return self.model.load_state_dict(self.instances.state.fitting(state_dict), strict=strict, assign=assign)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by their norm over the whole model, as `torch.nn.utils.clip_grad_norm_` does on one device.
+
+        Every rank must call it. Returns the norm [] before clipping.
+        """
+        return self.instances.state.clip(max_norm, norm_type)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Net:
         self.model._apply(fn, recurse)

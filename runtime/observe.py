@@ -65,7 +65,7 @@ def run_rank(
     comm, mesh = current(), program.mesh
     device = next((t.device for t in [*inputs, *state.values()]), torch.device("cpu"))
     comm.prepare(groups_of(program))
-    binder = Binder(program, comm, device, SyncSwitch())
+    binder = Binder(program, comm, device, SyncSwitch())  # cuts the whole state
     module = binder.bind()
     names = [str(n.meta["state"]) for n in program.placeholders("state")]
     own = _copies([state[name] for name in names])

@@ -53,7 +53,7 @@ class Case:
 
 
 def draw(sample: Sample, rng: Random) -> Case:
-    """A random split: axes on random dims of the first input; inputs that look like it follow or stay whole."""
+    """A random split: axes on random dims of the first input; inputs that look like it follow, the others have any or none."""
     mesh = halofx.Mesh(**rng.choice(MESHES))
     first = sample.shapes[0]
     dims = rng.sample(range(len(first)), min(len(first), len(mesh.axes)))
@@ -68,8 +68,21 @@ def draw(sample: Sample, rng: Random) -> Case:
             a if follow and n == m and a else None
             for n, m, a in zip(shape, first[len(first) - len(shape) :], split[len(first) - len(shape) :], strict=False)
         )
-        layouts[f"args.{i}"] = aligned if len(aligned) == len(shape) else (None,) * len(shape)
+        if len(aligned) != len(shape) or not any(aligned):
+            aligned = _anyhow(shape, mesh, rng)
+        layouts[f"args.{i}"] = aligned
     return Case(sample, mesh, layouts, rng.choice(["whole", "split"]))
+
+
+def _anyhow(shape: tuple[int, ...], mesh: halofx.Mesh, rng: Random) -> tuple[str | None, ...]:
+    """Some axes on some dims, mostly none: filters over ranks, say."""
+    split: list[str | None] = [None] * len(shape)
+    if shape and mesh.axes and rng.random() < 0.4:
+        for axis in rng.sample(mesh.axes, rng.randint(1, len(mesh.axes))):
+            free = [d for d, a in enumerate(split) if a is None]
+            if free:
+                split[rng.choice(free)] = axis
+    return tuple(split)
 
 
 def inputs_of(sample: Sample, seed: int) -> list[Tensor]:

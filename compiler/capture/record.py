@@ -15,7 +15,7 @@ values alias, and grad mode, module and source line are noted where the op is ca
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,15 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor with the shape, strides and dtype of a tensor, alias of nothing; the CPU stands for ``meta``."""
+def fake_like(mode: FakeTensorMode, tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """A fake tensor with the shape, strides and dtype of a tensor, alias of nothing; the CPU stands for ``meta``.
+
+    With ``shape`` it has that one, contiguous.
+    """
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     with torch.no_grad():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        meta = meta if shape is None else torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, device)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,18 +56,20 @@ def capture(
     *,
     loss: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Program:
     """The program of ``model(*args, **kwargs)``, or of ``loss(model(*args, **kwargs), *targets)``.
 
     Tensors in the arguments may be real, ``meta`` or fake and have global shapes; other leaves are baked in. The model
-    runs in its present mode and is left as it was. Raises `CompileError` for what cannot be captured exactly.
+    runs in its present mode and is left as it was. ``shapes`` are the global shapes of state of which the model has shards.
+    Raises `CompileError` for what cannot be captured exactly.
     """
     with _LOCK:
         for root in roots_of(model, loss).values():
             check_model(root)
         inputs = _Inputs.of(model, args, kwargs or {}, targets)
         with plain_world() as notes:
-            recording = _record(model, loss, inputs)
+            recording = _record(model, loss, inputs, shapes or {})
             program = _to_program(recording, inputs, mesh, model.training)
         program.notes[:0] = notes
         return program
@@ -135,7 +137,9 @@ class _Recording:
     sharing: set[str]  # state keys whose tensors share memory
 
 
-def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) -> _Recording:
+def _record(
+    model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs, shapes: Mapping[str, Sequence[int]]
+) -> _Recording:
     """Run the model, and the loss, on fake tensors."""
     roots = roots_of(model, loss)
     state = state_of(roots)
@@ -145,7 +149,7 @@ def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) 
     fakes, placeholders = [], []
     facts = [("state", item) for item in state.items()] + [("input", item) for item in inputs.tensors]
     for kind, (name, tensor) in facts:
-        fakes.append(_fake(mode, tensor))
+        fakes.append(_fake(mode, tensor, shapes.get(name) if kind == "state" else None))
         needs_grad = kind == "input" or isinstance(tensor, nn.Parameter)
         frozen = kind == "state" and not tensor.requires_grad
         node = recorder.placeholder(fakes[-1], tensor, needs_grad=needs_grad, frozen=frozen, **{kind: name})
@@ -157,9 +161,9 @@ def _record(model: nn.Module, loss: Callable[..., Any] | None, inputs: _Inputs) 
     return _Recording(recorder, placeholders, output, changes, sharing(state))
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like a tensor, a Parameter and a leaf of autograd if that is one."""
-    fake = fake_like(mode, tensor).requires_grad_(tensor.requires_grad)
+def _fake(mode: FakeTensorMode, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
+    """A fake tensor like a tensor, a Parameter and a leaf of autograd if that is one; ``shape`` is another shape."""
+    fake = fake_like(mode, tensor, shape).requires_grad_(tensor.requires_grad)
     if tensor.requires_grad and not tensor.is_leaf:
         return fake.clone()
     if isinstance(tensor, nn.Parameter):

@@ -72,7 +72,8 @@ def sharing(state: dict[str, Tensor]) -> set[str]:
     """The keys whose tensors share memory with that of another key, as views of one flat tensor do."""
     by_storage: dict[int, list[str]] = {}
     for key, tensor in state.items():
-        if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
+        wrapped = torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+        if tensor.device.type != "meta" and not wrapped and tensor.layout is torch.strided and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
     return {key for keys in by_storage.values() if len(keys) > 1 for key in keys}
 

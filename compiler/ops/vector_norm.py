@@ -271,3 +271,22 @@ def _cdist_sample(rng: Random) -> Sample:
 def pdist(call: Call) -> Spec:
     """y = the distances of all pairs of rows, whole"""
     return Spec({"self": ". ."}, ["."], flops=3 * call.outs[0].numel * call["self"].shape[1], saves=("self", "output"))
+
+
+# weights by direction and length
+
+
+def _weight_norm_samples(rng: Random) -> Sample:
+    shape = random_shape(rng, 2, 4)
+    dim = rng.choice([0, len(shape) - 1])
+    lengths = tuple(n if i == dim else 1 for i, n in enumerate(shape))
+    return Sample(lambda v, g: torch._weight_norm(v, g, dim), (shape, lengths), label=f"weight_norm {dim}")
+
+
+@rule(aten._weight_norm.default, samples=_weight_norm_samples)
+def weight_norm(call: Call) -> Spec:
+    """w[o, i] = g[o] v[o, i] / (norm over i of v[o, i])"""
+    own = call["dim"] % call["v"].ndim
+    every = pattern(call["v"].ndim, set(range(call["v"].ndim)) - {own})
+    length = " ".join(n if i == own else "." for i, n in enumerate(names(call["g"].ndim)))
+    return Spec({"v": every, "g": length}, [every], flops=3 * call["v"].numel, saves=("v", "g"))
