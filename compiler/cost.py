@@ -26,7 +26,7 @@ from halofx.compiler.index_map import length
 from halofx.compiler.interval import blocks
 from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
-from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, transfer, vary, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.redistribution import Redistribution
 from halofx.compiler.regions import regions
@@ -76,13 +76,29 @@ def human(size: float) -> str:
     raise AssertionError
 
 
+FLOPS, BYTES = 5e10, 8e9
+"""What a core computes and moves in a second, about; only their ratio matters where stages are balanced."""
+
+
+def seconds(node: fx.Node, mesh: Mesh) -> float:
+    """How long a rank takes for an op, forward and backward, in the manner of a roofline."""
+    bound = bound_of(node)
+    operands = [*bound.call.tensors.values(), *bound.call.outs]
+    moved = sum(o.numel * o.dtype.itemsize for o in operands)
+    flops = bound.spec.flops or 0 if bound.spec is not None else 0
+    share = math.prod(mesh[axis] for axis in node.meta["split"].values())
+    return 3 * (flops / FLOPS + moved / BYTES) / share
+
+
 def messages(program: Program, node: fx.Node) -> tuple[int, int]:
     """(messages, bytes) that a node sends in one forward pass, over all ranks; an all-reduce counts one a rank."""
     if calls(node, redistribute, reduce_scatter):
         return _moved(program.mesh, node, back=calls(node, reduce_scatter))
+    if calls(node, transfer):
+        return _reduced(program.mesh, source_of(node))
     if calls(node, all_reduce):
         rows = program.mesh.count(axes_of(node)) if node.args[2] == "moments" else 1
-        return _reduced(program.mesh, source_of(node), rows)
+        return _once(program, _reduced(program.mesh, source_of(node), rows), bool(node.meta.get("after")))
     return 0, 0
 
 
@@ -92,12 +108,19 @@ def messages_back(program: Program, node: fx.Node) -> tuple[int, int]:
         return 0, 0
     if calls(node, redistribute, reduce_scatter):
         return _moved(program.mesh, node, back=calls(node, redistribute))
-    if calls(node, vary):
+    if calls(node, vary, transfer):
         return _reduced(program.mesh, source_of(node))
     if calls(node, vary_all):
         sizes = [val(p).numel() * val(p).element_size() for p in sources_of(node) if p.meta.get("needs_grad", True)]
-        return (program.mesh.size, sum(sizes) * program.mesh.size) if sizes else (0, 0)
+        count = (program.mesh.size, sum(sizes) * program.mesh.size) if sizes else (0, 0)
+        return _once(program, count, True)
     return 0, 0
+
+
+def _once(program: Program, count: tuple[int, int], once: bool) -> tuple[int, int]:
+    """The mesh of a stage counts every micro-batch; some messages serve all of them."""
+    micro = program.stages.micro if once and program.stages is not None else 1
+    return count[0] // micro, count[1] // micro
 
 
 def _reduced(mesh: Mesh, source: fx.Node, rows: int = 1) -> tuple[int, int]:
@@ -171,6 +194,8 @@ def _kind(node: fx.Node) -> tuple[str, tuple[str, ...]]:
         return node.meta["move"].kind, (node.meta["move"].axis,)
     if node.target is reduce_scatter:
         return name_of(node.target), (node.meta["move"].axis,)
+    if node.target is transfer:
+        return name_of(node.target), ("pipe",)
     return name_of(node.target), axes_of(node)
 
 

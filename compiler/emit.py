@@ -13,6 +13,9 @@ from torch import fx
 
 from halofx.compiler.rules import Operand, bind_arguments, signature
 
+INHERITED = ("source", "region", "module", "each")
+"""The facts that the ops of a decomposition take over."""
+
 
 class Emit:
     """Adds ops before a node, on behalf of it: ``emit(aten.mul.Tensor, x, 2.0)`` returns the result as an `Operand`.
@@ -36,7 +39,7 @@ class Emit:
         label += str(self.made[label]) if self.made[label] > 1 else ""
         with graph.inserting_before(self.node):
             made = new_call(graph, target, args, kwargs, label)
-        made.meta.update({key: self.node.meta[key] for key in ("source", "region") if key in self.node.meta})
+        made.meta.update({key: self.node.meta[key] for key in INHERITED if key in self.node.meta})
         return operands(made)
 
 

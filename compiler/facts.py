@@ -64,6 +64,13 @@ def axes_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(str(axis) for axis in axes)
 
 
+def ends_of(node: fx.Node) -> tuple[int, int]:
+    """The stages from and to which a `transfer` goes."""
+    _, source, target = node.args
+    assert isinstance(source, int) and isinstance(target, int), node
+    return source, target
+
+
 def move_of(node: fx.Node) -> Redistribution | None:
     """The movement of a `redistribute` node, None for any other node."""
     return node.meta["move"] if node.op == "call_function" and node.target is redistribute else None

@@ -43,13 +43,36 @@ class Interval:
         return f"[{self.start}:{self.stop}]"
 
 
-@lru_cache(maxsize=4096)
+class Parts(int):
+    """A number of parts of which ``inner`` each lie in one of fewer blocks: the micro-batches of the ranks of axis ``data``.
+
+    >>> [len(b) for b in blocks(7, Parts(2, 2))], [len(b) for b in blocks(6, Parts(2, 2))], [len(b) for b in blocks(6, 4)]
+    ([2, 2, 2, 1], [2, 1, 2, 1], [2, 2, 1, 1])
+    """
+
+    inner: int
+
+    def __new__(cls, outer: int, inner: int) -> Parts:
+        made = super().__new__(cls, outer * inner)
+        made.inner = inner
+        return made
+
+
 def blocks(extent: int, parts: int) -> tuple[Interval, ...]:
     """The canonical split of ``extent`` indices into ``parts`` blocks; the first ones are one longer when it is uneven.
 
     >>> [len(b) for b in blocks(10, 4)], [len(b) for b in blocks(3, 4)]
     ([3, 3, 2, 2], [1, 1, 1, 0])
     """
+    inner = parts.inner if isinstance(parts, Parts) else 1
+    if inner == 1:
+        return _blocks(extent, int(parts))
+    outer = _blocks(extent, int(parts) // inner)
+    return tuple(b.shift(whole.start) for whole in outer for b in _blocks(len(whole), inner))
+
+
+@lru_cache(maxsize=4096)
+def _blocks(extent: int, parts: int) -> tuple[Interval, ...]:
     size, extra = divmod(extent, parts)
     starts = [i * size + min(i, extra) for i in range(parts + 1)]
     return tuple(Interval(a, b) for a, b in itertools.pairwise(starts))

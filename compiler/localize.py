@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from halofx.compiler.facts import bound_of
+from halofx.compiler.facts import bound_of, calls, layout_of, shape_of, source_of
+from halofx.compiler.index_map import length
+from halofx.compiler.primitives import redistribute, transfer, vary
 from halofx.compiler.program import Program
 from halofx.compiler.rules import Call, Local
 
@@ -39,3 +41,18 @@ def _plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(isinstance(v, (int, float, bool)) for v in value)
     return isinstance(value, (int, float, bool, str))
+
+
+def shard_shape(program: Program, node: fx.Node, rank: int) -> tuple[int, ...]:
+    """The shape of what a rank of the program's mesh has of a value, halos included."""
+    mesh, moves = program.mesh, []
+    while calls(node, redistribute, transfer, vary):
+        if calls(node, redistribute):
+            moves.append(node.meta["move"])
+        node = source_of(node)
+    local = list(layout_of(node).local_shape(shape_of(node), mesh, rank))
+    for move in reversed(moves):
+        if move.have is not None:
+            local[move.have] = move.have_extent
+        local[move.dim] = length(move.reads[mesh.coordinate(rank, move.axis)])
+    return tuple(local)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from halofx.compiler.errors import MeshError
+from halofx.compiler.interval import Parts
 
 AXES = ("pipe", "data", "channel", "depth", "height", "width")
 """Every axis name, in the order in which ranks are laid out (the last one varies fastest)."""
@@ -73,6 +74,17 @@ class Mesh:
             )
         return mesh
 
+    def within(self, micro: int) -> Mesh:
+        """The mesh of one pipeline stage, where ``micro`` micro-batches are so many more coordinates of axis ``data``.
+
+        >>> print(Mesh(pipe=2, data=2, depth=2).within(4), Mesh(pipe=2, depth=3).within(1))
+        data=2x4 depth=2 depth=3
+        """
+        sizes: dict[str, int] = {axis: size for axis, size in self._sizes.items() if axis != "pipe"}
+        if micro > 1:
+            sizes["data"] = Parts(self["data"], micro)
+        return Mesh(**sizes)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the axes, outermost first."""
@@ -123,4 +135,6 @@ class Mesh:
         return f"Mesh({', '.join(f'{a}={s}' for a, s in self._sizes.items())})"
 
     def __str__(self) -> str:
-        return " ".join(f"{a}={s}" for a, s in self._sizes.items()) or "one rank"
+        inner = {a: s.inner for a, s in self._sizes.items() if isinstance(s, Parts)}
+        shown = {a: f"{s // inner[a]}x{inner[a]}" if a in inner else str(s) for a, s in self._sizes.items()}
+        return " ".join(f"{a}={s}" for a, s in shown.items()) or "one rank"

@@ -6,6 +6,7 @@ function        forward                                               backward
 redistribute    have-intervals -> need-indices                        the same pieces back, adding
 all_reduce      addends -> whole                                      identity
 reduce_scatter  addends -> each its block of the sum                  all-gather: the movement run the right way round
+transfer        a value of one pipeline stage in another              the cotangent back, adding
 vary            a whole value used by shards: identity                all-reduce
 vary_all        `vary` of many parameters in one bucket               one all-reduce, overlapped
 ==============  ====================================================  =======================================
@@ -39,6 +40,11 @@ def reduce_scatter(x: Tensor, move: Redistribution) -> Tensor:
     raise NotImplementedError("bound by the runtime")
 
 
+def transfer(x: Tensor, source: int, target: int) -> Tensor:
+    """``x`` of stage ``source`` in stage ``target``, shard by shard."""
+    raise NotImplementedError("bound by the runtime")
+
+
 def vary(x: Tensor, axes: Sequence[str]) -> Tensor:
     """``x``; the cotangent is summed over the ranks along ``axes``."""
     raise NotImplementedError("bound by the runtime")
@@ -49,4 +55,4 @@ def vary_all(xs: Sequence[Tensor], axes: Sequence[str]) -> list[Tensor]:
     raise NotImplementedError("bound by the runtime")
 
 
-COLLECTIVES = (redistribute, all_reduce, reduce_scatter, vary, vary_all)
+COLLECTIVES = (redistribute, all_reduce, reduce_scatter, transfer, vary, vary_all)

@@ -14,7 +14,7 @@ from halofx.compiler.emit import is_getitem, label_of, name_of
 from halofx.compiler.facts import axes_of, calls, is_op, layout_of, move_of, source_of, sources_of
 from halofx.compiler.layout import Layout
 from halofx.compiler.localize import common_arguments
-from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, transfer, vary, vary_all
 from halofx.compiler.program import Program
 from halofx.compiler.rules import bind_arguments, signature
 
@@ -35,13 +35,20 @@ def listing(program: Program) -> str:
     rows = [row for node in program.graph.nodes if node not in aside for row in _row(program, node)]
     name = max((len(r[0]) for r in rows), default=0)
     kind = min(WIDTH, max((len(r[1]) for r in rows), default=0))
-    lines = [f"mesh {program.mesh}"]
+    lines = [f"mesh {program.mesh}" if program.stages is None else _stages_line(program)]
     lines += [f"{a + ':':<{name + 1}} {b:<{kind}} {c}".rstrip() + (f"    {d}" if d else "") for a, b, c, d in rows]
     if program.updates:
         lines.append(
             f"updates: {len(program.updates)} buffers, {', '.join(program.updates[:3])}{', ...' * (len(program.updates) > 3)}"
         )
     return "\n".join(lines + [f"note: {note}" for note in program.notes])
+
+
+def _stages_line(program: Program) -> str:
+    """``mesh pipe=2 data=2 depth=2, 4 micro-batches (1f1b)``"""
+    stages = program.stages
+    assert stages is not None
+    return f"mesh {stages.mesh}, {stages.micro} micro-batch{'es' * (stages.micro > 1)} ({stages.schedule})"
 
 
 def _bookkeeping(program: Program) -> set[fx.Node]:
@@ -96,6 +103,8 @@ def expression(program: Program, node: fx.Node) -> str:
     if calls(node, reduce_scatter):
         move = node.meta["move"]
         return f"reduce_scatter({_name(source_of(node))}, dim={move.dim}, axis={move.axis})"
+    if calls(node, transfer):
+        return f"transfer({_name(source_of(node))}, stage {node.args[1]} to {node.args[2]})"
     if calls(node, all_reduce, vary):
         extra = f", {node.args[2]}" if node.target is all_reduce and node.args[2] != "sum" else ""
         return f"{name_of(node.target)}({_name(source_of(node))}, axes=({', '.join(axes_of(node))}){extra})"

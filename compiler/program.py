@@ -26,6 +26,7 @@ from torch import fx
 from torch.utils._pytree import TreeSpec
 
 from halofx.compiler.mesh import Mesh
+from halofx.compiler.stages import Stages
 from halofx.compiler.trees import rebuild
 
 
@@ -54,6 +55,7 @@ class Program:
     notes: list[str] = field(default_factory=list)  # warnings for the user, shown under the listing
     listings: dict[str, str] = field(default_factory=dict)  # pass name -> listing after it
     options: dict[str, Any] = field(default_factory=dict)  # choices of the user that passes read
+    stages: Stages | None = None  # of a pipeline or of micro-batches; ``mesh`` is then that of one stage
 
     def placeholders(self, kind: str) -> list[fx.Node]:
         """The placeholders of one kind, ``"state"`` or ``"input"``, in order."""

@@ -12,6 +12,8 @@ from halofx.compiler.capture import capture
 from halofx.compiler.errors import MeshError
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
+from halofx.compiler.stages import Stages
+from halofx.compiler.stages import of as pipeline_of
 from halofx.runtime import comm
 from halofx.runtime.net import Net
 
@@ -21,10 +23,23 @@ def build(
     loss: Callable[..., Any] | None = None, targets: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None,
 ) -> Program:  # fmt: skip
     """Capture a model on global (real, fake or meta) inputs and run every pass."""
-    shapes = (options or {}).get("shapes")
-    program = capture(model, args, dict(kwargs), mesh, loss=loss, targets=targets, shapes=shapes)
+    given = options or {}
+    plan = stages_of(mesh, given, loss)
+    inner = mesh if plan is None else plan.inner
+    program = capture(model, args, dict(kwargs), inner, loss=loss, targets=targets, shapes=given.get("shapes"))
+    program.stages = plan
     program.options.update(options or {}, frozen=frozen(model, loss), loss=loss is not None)
     return passes.run(program)
+
+
+def stages_of(mesh: Mesh, options: Mapping[str, Any], loss: object) -> Stages | None:
+    """The stages of a mesh under the options of `compile`; None without a pipeline and micro-batches."""
+    micro, schedule = int(options.get("microbatches", 1)), options.get("schedule")
+    if mesh["pipe"] == 1 and micro == 1:
+        return None
+    if schedule is None:
+        schedule = "1f1b" if loss is not None and micro > 1 else "gpipe"
+    return pipeline_of(mesh, micro, schedule)
 
 
 def frozen(model: nn.Module, loss: Callable[..., Any] | None) -> frozenset[str]:
@@ -51,6 +66,9 @@ def compile(
     seed: int = 0,
     bucket: int = 4 << 20,
     batchnorm: str = "global",
+    microbatches: int = 1,
+    schedule: str | None = None,
+    stages: Sequence[int] | Sequence[str] | None = None,
 ) -> Net:
     """Compile a model for a mesh: the result runs as one SPMD program, exactly equal to the model on one device.
 
@@ -69,6 +87,12 @@ def compile(
         bucket: bytes of gradients that are summed in one message.
         batchnorm: the statistics of batch norms in training: ``"global"``, of the whole batch, or ``"replica"``, of the samples
             of each coordinate of ``data`` (all of space), as DistributedDataParallel has them.
+        microbatches: how many parts the batch of each rank is cut into, which go through the stages of axis ``pipe`` one after
+            another. Batch norms in training then have the statistics of each micro-batch.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero-bubble"`` or ``"zbv"``; by default 1f1b where the loss
+            allows it.
+        stages: where axis ``pipe`` cuts the model: numbers of layers (calls of leaf modules), or the names of the modules with
+            which each stage after the first begins; by default so that the costliest stage costs least.
 
     Raises:
         CompileError: the model cannot be captured or compiled exactly; names the node and the line.
@@ -84,6 +108,6 @@ def compile(
         raise ValueError(f"thin={thin!r} is neither 'whole' nor 'split'")
     if batchnorm not in ("global", "replica"):
         raise ValueError(f"batchnorm={batchnorm!r} is neither 'global' nor 'replica'")
-    options = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket}
-    options["batchnorm"] = batchnorm
+    options: dict[str, Any] = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket}
+    options |= {"batchnorm": batchnorm, "microbatches": microbatches, "schedule": schedule, "stages": stages}
     return Net(model, mesh, build, loss, inputs, targets, options)

@@ -14,13 +14,16 @@ from halofx.passes.infer_inputs import infer_inputs
 from halofx.passes.infer_rules import infer_rules
 from halofx.passes.insert_movements import insert_movements
 from halofx.passes.insert_reductions import insert_reductions
+from halofx.passes.insert_transfers import insert_transfers
 from halofx.passes.insert_varies import insert_varies
 from halofx.passes.merge_gradients import merge_gradients
 from halofx.passes.merge_movements import merge_movements
 from halofx.passes.plan_splits import plan_splits
+from halofx.passes.plan_stages import plan_stages
 from halofx.passes.plan_state import plan_state
 from halofx.passes.plan_statistics import plan_statistics
 from halofx.passes.seed_random import seed_random
+from halofx.passes.split_micro import split_micro
 
 PIPELINE: tuple[Callable[[Program], None], ...] = (
     seed_random,
@@ -32,12 +35,15 @@ PIPELINE: tuple[Callable[[Program], None], ...] = (
     decompose_split,
     plan_splits,
     plan_state,
+    plan_stages,
     insert_reductions,
     insert_movements,
     merge_movements,
     insert_varies,
     merge_gradients,
     infer_gradients,
+    split_micro,
+    insert_transfers,
 )
 
 

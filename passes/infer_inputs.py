@@ -17,6 +17,7 @@ from torch import fx
 from halofx.compiler.errors import MeshError
 from halofx.compiler.facts import Homes, shape_of
 from halofx.compiler.inputs import default_homes
+from halofx.compiler.interval import blocks
 from halofx.compiler.program import Program
 from halofx.passes.infer_homes import CHANNEL
 
@@ -51,13 +52,21 @@ def _checked(program: Program, node: fx.Node, homes: Homes) -> Homes:
 def _check_axes(program: Program, inputs: Sequence[fx.Node]) -> None:
     used = {axis for node in inputs for axis in node.meta["homes"][0] if axis}
     for axis in program.mesh.axes:
-        if program.mesh[axis] > 1 and axis not in used and axis != CHANNEL:  # splits weights
+        if program.mesh[axis] > 1 and axis not in used and axis != CHANNEL:
             name = inputs[0].meta["input"] if inputs else "x"
             shapes = ", ".join(f"{n.meta['input']} {list(shape_of(n))}" for n in inputs)
             raise MeshError(
                 f"mesh axis {axis}={program.mesh[axis]} splits no dim of the inputs ({shapes}); "
                 f"drop the axis, or say which dim it splits with layouts={{{name!r}: (...)}}"
             )
+    micro = program.stages.micro if program.stages is not None else 1
+    for node in inputs:
+        name, shape = node.meta["input"], shape_of(node)
+        for n, axis in zip(shape, node.meta["homes"][0], strict=True):
+            if axis == "data" and micro > 1 and not all(blocks(n, program.mesh["data"])):
+                raise MeshError(
+                    f"microbatches={micro} is more than the samples of input {name} {list(shape)} on a rank; make it smaller"
+                )
     for node in inputs:
         for n, axis in zip(shape_of(node), node.meta["homes"][0], strict=True):
             if axis and n < program.mesh[axis]:

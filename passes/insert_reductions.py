@@ -32,6 +32,7 @@ def insert_reductions(program: Program) -> None:
         if not layout.partial or spec is None:
             continue
         label, users, at = label_of(node), list(node.users), node
+        node.meta["each"] = source.meta.get("each", False)
         node.meta["label"] = f"{label}.addend"
         scattered = _scattered(program, node, layout) if spec.reduce == "sum" else {}
         for axis, dim in scattered.items():
@@ -61,4 +62,5 @@ def _after(program: Program, at: fx.Node, target: Any, args: tuple[Any, ...], la
     with program.graph.inserting_after(at):
         made = program.graph.call_function(target, args)
     made.meta.update(val=at.meta["val"], label=label, source=at.meta.get("source"), grad=at.meta.get("grad", True))
+    made.meta["each"] = at.meta.get("each", False)
     return made

@@ -15,7 +15,7 @@ import operator
 from torch import fx
 
 from halofx.compiler.emit import label_of
-from halofx.compiler.facts import layout_of, set_layout, val
+from halofx.compiler.facts import axes_of, layout_of, set_layout, source_of, val
 from halofx.compiler.primitives import vary, vary_all
 from halofx.compiler.program import Program
 
@@ -32,13 +32,13 @@ def merge_gradients(program: Program) -> None:
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     marks = [m for p in program.placeholders("state") if (m := _common(program, p)) is not None]
     marks.sort(key=lambda mark: min(position[user] for user in mark.users))
-    open_buckets: dict[tuple[tuple[str, ...], object], list[fx.Node]] = {}
+    open_buckets: dict[tuple[object, ...], list[fx.Node]] = {}
     buckets: list[list[fx.Node]] = []
     for mark in marks:
-        key = (mark.args[1], val(mark).dtype)
-        bucket = open_buckets.get(key)  # type: ignore[arg-type]
+        key = (axes_of(mark), val(mark).dtype, source_of(mark).meta.get("stage"))
+        bucket = open_buckets.get(key)
         if bucket is None or sum(_bytes(m) for m in bucket) + _bytes(mark) > limit:
-            bucket = open_buckets[key] = []  # type: ignore[index]
+            bucket = open_buckets[key] = []
             buckets.append(bucket)
         bucket.append(mark)
     for i, bucket in enumerate(buckets):
@@ -54,7 +54,7 @@ def _common(program: Program, parameter: fx.Node) -> fx.Node | None:
     marks = [user for user in parameter.users if user.target is vary]
     if not marks:
         return None
-    sets = [frozenset(mark.args[1]) for mark in marks]  # type: ignore[arg-type]
+    sets = [frozenset(axes_of(mark)) for mark in marks]
     bare = len(marks) < len(parameter.users)
     shared = frozenset() if bare else frozenset.intersection(*sets)
     if not shared:
@@ -81,6 +81,6 @@ def _merge(program: Program, bucket: list[fx.Node], label: str, position: dict[f
         set_layout(node, *(layout_of(mark) for mark in bucket))
         for i, mark in enumerate(bucket):
             item = program.graph.call_function(operator.getitem, (node, i))
-            item.meta.update(val=mark.meta["val"], label=label_of(mark.args[0]), source=None)  # type: ignore[arg-type]
+            item.meta.update(val=mark.meta["val"], label=label_of(source_of(mark)), source=None)
             mark.replace_all_uses_with(item)
             program.graph.erase_node(mark)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,33 +43,59 @@ from halofx.runtime.gradients import Bucket, Enter, Launch, SyncSwitch
 from halofx.runtime.movement import AllReduce, Group, Move, Route, Site, Vary, routes
 
 
+@dataclass(frozen=True)
+class Part:
+    """The nodes of one stage, what they take from elsewhere, and what others take of them, in order."""
+
+    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
 class Binder:
     """Builds the graph module of one rank. ``device`` replaces the devices that capture has baked into factories.
 
     With ``cut`` the state comes whole to every call, which cuts its shards out and gives new values of buffers back whole.
+    ``micro`` is the micro-batch for which it is bound.
     """
 
-    def __init__(self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch, cut: bool = True) -> None:
+    def __init__(
+        self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch, cut: bool = True, micro: int = 0
+    ) -> None:
         self.program, self.comm, self.device, self.sync, self.cut = program, comm, device, sync, cut
+        stages = program.stages
+        self.rank = comm.rank if stages is None else stages.virtual(comm.rank, micro)
         self.graph, self.env = fx.Graph(), dict[fx.Node, fx.Node]()
         self.root: dict[str, Any] = {}
         self.entered: dict[fx.Node, fx.Node] = {}
-        self.tag = 0
+        updates = set(program.results()[1])
+        moving = [n for n in program.graph.nodes if "state" in n.meta or "move" in n.meta or n in updates]
+        self.tags = {node: 2 * i for i, node in enumerate(moving)}
 
-    def bind(self) -> fx.GraphModule:
-        """The graph module: takes the state placeholders, then the inputs' shards; returns (outputs, updates)."""
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.env[node] = self.graph.placeholder(node.name)
-        for node in self.program.placeholders("state") if self.cut else ():
-            self.env[node] = self._recut(node, self.env[node], layout_of(node), cut=True)
-        for node in self.program.graph.nodes:
-            if calls(node, vary_all):
+    def bind(self, part: Part | None = None) -> fx.GraphModule:
+        """The graph module: takes the state placeholders, then the inputs' shards; returns (outputs, updates).
+
+        That of a part takes and returns what the part says, as one tuple, and leaves the gradients of parameters unsummed.
+        """
+        nodes = list(self.program.graph.nodes) if part is None else list(part.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"] if part is None else list(part.inputs)
+        for node in inputs:
+            self.env[node] = self.graph.placeholder(node.name)
+        for node in inputs if self.cut else ():
+            if "state" in node.meta:
+                self.env[node] = self._recut(node, self.env[node], layout_of(node), cut=True)
+        for node in nodes:
+            if calls(node, vary_all) and part is None:
                 self._enter(node)
-        for node in self.program.graph.nodes:
-            self._node(node)
+        for node in nodes:
+            if node not in inputs:
+                self._node(node)
+        if part is not None:
+            updates = set(self.program.results()[1])
+            self.graph.output(tuple(self._update(n) if n in updates else self.env[n] for n in part.outputs))
         module = fx.GraphModule(_root(self.root), self.graph, class_name="Rank")
-        fold_regions(module, {self.env[node]: number for node, number in regions(self.program).items()})
+        found = {self.env[node]: number for node, number in regions(self.program).items() if node in self.env}
+        fold_regions(module, found)
         return module
 
     def _node(self, node: fx.Node) -> None:
@@ -105,21 +132,27 @@ class Binder:
             reads = tuple(span(b) for b in blocks(extent, parts)) if cut else every
             plan = Redistribution(axis, parts, have, need, extent * (not cut), extent * cut, reads)
             suffix = f"_{'cut' if cut else 'whole'}_{axis}"
-            value = self._module(node, Move(self._route(plan, f"{label_of(node)}{suffix}")), value, suffix=suffix)
+            value = self._module(
+                node, Move(self._route(plan, f"{label_of(node)}{suffix}", self.tags[node])), value, suffix=suffix
+            )
         return value
 
-    def _route(self, plan: Redistribution, what: str) -> Route:
-        mesh, rank = self.program.mesh, self.comm.rank
-        peers = [mesh.peer(rank, plan.axis, c) for c in range(plan.parts)]
-        self.tag += 2
-        return routes(plan, mesh.coordinate(rank, plan.axis), peers, Site(self.comm, what, self.tag - 2))
+    def _route(self, plan: Redistribution, what: str, tag: int) -> Route:
+        mesh, rank = self.program.mesh, self.rank
+        peers = [self._world(mesh.peer(rank, plan.axis, c)) for c in range(plan.parts)]
+        return routes(plan, mesh.coordinate(rank, plan.axis), peers, Site(self.comm, what, tag))
+
+    def _world(self, rank: int) -> int:
+        """The world rank of a rank of the program's mesh, in this rank's stage."""
+        stages = self.program.stages
+        return rank if stages is None else stages.world(rank, stages.mesh.coordinate(self.comm.rank, "pipe"))
 
     def _keep(self, node: fx.Node) -> None:
         self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
         self.env[node].meta = {}
 
     def _op(self, node: fx.Node) -> None:
-        local = local_view(self.program, node, self.comm.rank)
+        local = local_view(self.program, node, self.rank)
         if local.bound.spec is not None and local.split and self._empty(node, local):
             return
         call = local_call(local)
@@ -151,12 +184,13 @@ class Binder:
         return self.graph.create_node("call_module", name, args, name=name)
 
     def _redistribute(self, node: fx.Node) -> None:
-        route = self._route(node.meta["move"], label_of(node))
+        route = self._route(node.meta["move"], label_of(node), self.tags[node])
         route = route.adjoint if calls(node, reduce_scatter) else route
         self.env[node] = self._module(node, Move(route), self.env[source_of(node)])
 
     def _group(self, node: fx.Node) -> Group:
-        return Group(Site(self.comm, label_of(node)), self.program.mesh.group(self.comm.rank, axes_of(node)))
+        ranks = sorted({self._world(r) for r in self.program.mesh.group(self.rank, axes_of(node))})
+        return Group(Site(self.comm, label_of(node)), tuple(ranks))
 
     def _all_reduce(self, node: fx.Node) -> None:
         group = self._group(node)
@@ -173,7 +207,11 @@ class Binder:
         self.root[node.name] = Launch(bucket)
 
     def _vary_all(self, node: fx.Node) -> None:
-        entered = self.entered[node]
+        entered = self.entered.get(node)
+        if entered is None:
+            sources = [self.env[source] for source in sources_of(node)]
+            self.env[node] = self.graph.call_function(_listed, tuple(sources))
+            return
         items = [self.graph.call_function(operator.getitem, (entered, i)) for i in range(len(sources_of(node)))]
         self.env[node] = self._module(node, self.root[node.name], *items)
 
@@ -185,6 +223,10 @@ _HANDLERS: dict[Any, Callable[[Binder, fx.Node], None]] = {
     vary: Binder._vary,
     vary_all: Binder._vary_all,
 }
+
+
+def _listed(*values: Tensor) -> list[Tensor]:
+    return list(values)
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -238,4 +280,7 @@ class _Empty(torch.autograd.Function):
 def groups_of(program: Program) -> list[tuple[tuple[int, ...], ...]]:
     """The partitions that the all-reduces of a program run over, forward and backward, in graph order."""
     axes = dict.fromkeys(axes_of(node) for node in program.graph.nodes if calls(node, all_reduce, vary, vary_all))
-    return [program.mesh.groups(a) for a in axes]
+    mesh = program.mesh if program.stages is None else program.stages.mesh
+    if program.stages is not None:
+        axes[("pipe",)] = None
+    return [mesh.groups(a) for a in axes]

@@ -26,6 +26,7 @@ from halofx.runtime.agree import PARAMETERS, agree, digest, tensor_digest
 from halofx.runtime.comm import Comm
 from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
+from halofx.runtime.pipeline import Pipeline
 from halofx.runtime.recall import recalling
 from halofx.runtime.state import State
 
@@ -48,7 +49,7 @@ class Instance:
     """A program and its graph modules by communicator."""
 
     program: Program
-    modules: dict[int, fx.GraphModule] = field(default_factory=dict)
+    modules: dict[int, fx.GraphModule | Pipeline] = field(default_factory=dict)
     comms: list[Comm] = field(default_factory=list)  # kept alive: modules are found by id
 
     @property
@@ -112,7 +113,8 @@ class Instances:
         key = (request.training, described, str(spec), frozen)
         with self.lock:
             if key not in self.cache:
-                held = {"held": self.state.layouts, "shapes": self.state.shapes} if self.state.settled else {}
+                s = self.state
+                held = {"held": s.layouts, "shapes": s.shapes, "placed": s.placed} if s.settled else {}
                 program = self.build(
                     self.model, request.args, dict(request.kwargs), self.mesh,
                     loss=self.loss, targets=request.targets, options={**self.options, **held},
@@ -145,16 +147,19 @@ class Instances:
         with self.lock:
             self.cache.clear()
 
-    def bound(self, instance: Instance, comm: Comm) -> fx.GraphModule:
+    def bound(self, instance: Instance, comm: Comm) -> fx.GraphModule | Pipeline:
         """The graph module of an instance for this rank."""
         with self.lock:
             if id(comm) not in instance.modules:
-                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-                instance.modules[id(comm)] = Binder(
-                    instance.program, comm, device, self.sync, cut=not self.state.layouts
-                ).bind()
+                instance.modules[id(comm)] = self._bind(instance.program, comm)
                 instance.comms.append(comm)
             return instance.modules[id(comm)]
+
+    def _bind(self, program: Program, comm: Comm) -> fx.GraphModule | Pipeline:
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
+        if program.stages is not None:
+            return Pipeline(program, comm, device, self.sync, self.state)
+        return Binder(program, comm, device, self.sync, cut=not self.state.settled).bind()
 
     # layouts
 
@@ -199,17 +204,20 @@ class Instances:
 
     def run(self, comm: Comm, request: Request) -> Any:
         """Run a request of shards on this rank."""
-        if self.mesh.size == 1 and not self._random_alone(request):
+        alone = self.mesh.size == 1 and self.options.get("microbatches", 1) == 1
+        if alone and not self._random_alone(request):
             out = self.model(*request.args, **request.kwargs)
             return out if self.loss is None else self.loss(out, *request.targets)
         instance, module = self._ready(comm, request)
         program = instance.program
-        state = self.state.of(program)
         leaves = tree_flatten((request.args, dict(request.kwargs), request.targets))[0]
         tensors = [v for v in leaves if isinstance(v, Tensor)]
+        if isinstance(module, Pipeline):
+            return self._result(program, module.run(tensors, self._rng(comm, instance)))
+        state = self.state.of(program)
         with recalling():
             outs, updates = module(*state, *tensors, *self._rng(comm, instance))
-        self.state.assign(program, updates)
+        self.state.write(list(zip(program.updates, updates, strict=True)))
         return self._result(program, outs)
 
     def _random_alone(self, request: Request) -> bool:
@@ -220,7 +228,7 @@ class Instances:
             self.draws[key] = self._instance(Request(globals_[0], globals_[1], globals_[2], request.training)).random
         return self.draws[key]
 
-    def _ready(self, comm: Comm, request: Request) -> tuple[Instance, fx.GraphModule]:
+    def _ready(self, comm: Comm, request: Request) -> tuple[Instance, fx.GraphModule | Pipeline]:
         """The instance for these shards, bound to this rank; ranks compare notes before its first use."""
         error: Exception | None = None
         instance, module = None, None
@@ -291,7 +299,7 @@ class Instances:
             raise RankError(
                 f"the net takes {len(expected)} tensors ({', '.join(n.meta['input'] for n in expected)}), got {len(given)}"
             )
-        device = next((p.device for p in self.model.parameters()), None)
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), None)
         for node, tensor in zip(expected, given, strict=True):
             layout, shape = layout_of(node), shape_of(node)
             local = layout.local_shape(shape, self.mesh, comm.rank)

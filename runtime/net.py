@@ -159,8 +159,9 @@ class Net(nn.Module):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The rewritten graph of this rank."""
-        return self.instances.bound(self.instances.latest(self.model.training), self._comm())
+        """The rewritten graph of this rank; of its first stage and micro-batch where there are several."""
+        bound = self.instances.bound(self.instances.latest(self.model.training), self._comm())
+        return bound if isinstance(bound, fx.GraphModule) else next(iter(bound.modules.values()))
 
     def __str__(self) -> str:
         return self.listing() if self.instances.any() else f"halofx net on {self.mesh!r}, nothing compiled yet"
@@ -179,9 +180,17 @@ class Net(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the model as this rank holds it, under the model's keys: axis ``channel`` makes it shards.
 
-        Where torch.distributed runs the shards are DTensors, for ``torch.distributed.checkpoint``.
+        Where torch.distributed runs the shards are DTensors, for ``torch.distributed.checkpoint``. Axis ``pipe`` leaves out what
+        lies in the stages of other ranks.
         """
-        return self.model.state_dict(*args, **kwargs)
+        found = self.model.state_dict(*args, **kwargs)
+        for name in [n for n in found if not self.instances.state.here(n)]:
+            del found[name]
+        return found
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank has: of its stages of a pipeline, as shards where axis ``channel`` makes them some."""
+        return ((n, p) for n, p in super().named_parameters(*args, **kwargs) if self.instances.state.here(n))
 
     def full_state_dict(self, dst: int | None = None) -> dict[str, Tensor]:
         """The state of the model with whole tensors, as the model on one device loads it; every rank must call it.

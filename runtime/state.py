@@ -11,7 +11,7 @@ cuts what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from halofx.compiler.facts import layout_of, shape_of
 from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
+from halofx.compiler.stages import Stages
 from halofx.runtime import shards
 from halofx.runtime.agree import tensor_digest
 from halofx.runtime.comm import Comm, current
@@ -39,6 +40,8 @@ class State:
         self.on_ranks = current().size == mesh.size > 1  # so the model is this rank's own
         self.layouts: dict[str, Layout] = {}  # of the tensors that are shards
         self.shapes: dict[str, tuple[int, ...]] = {}  # their global shapes
+        self.placed: dict[str, int] = {}  # the pipeline stage of each tensor
+        self.stages: Stages | None = None
         self.settled = False
         self.digest: str | None = None  # of the values before they were cut
         self.device_mesh: DeviceMesh | None = None
@@ -58,30 +61,36 @@ class State:
         return [local(tensors[n.meta["state"]]) for n in program.placeholders("state")]
 
     @torch.no_grad()
-    def assign(self, program: Program, updates: list[Tensor]) -> None:
-        """Write the new values of buffers."""
-        tensors = self.tensors() if program.updates else {}
-        for name, value in zip(program.updates, updates, strict=True):
+    def write(self, updates: Sequence[tuple[str, Tensor]]) -> None:
+        """Give buffers their new values."""
+        tensors = self.tensors() if updates else {}
+        for name, value in updates:
             local(tensors[name]).copy_(value)
 
     # shards
 
     def settle(self, program: Program) -> None:
         """Hold the state as the first program reads it. The same call on every rank."""
-        split = {str(n.meta["state"]): n for n in program.placeholders("state") if layout_of(n).axes}
-        if self.settled or not self.on_ranks or not split:
+        apart = any(layout_of(n).axes or n.meta.get("stage") for n in program.placeholders("state"))
+        if self.settled or not self.on_ranks or not apart:
             return
         tensors, made = self.tensors(), dict[int, Tensor]()
         self.digest, self.settled = tensor_digest(tensors), True
         comm = current()
         for node in program.placeholders("state"):
             name = str(node.meta["state"])
-            tensor, layout = tensors[name], layout_of(node)
+            tensor, layout, stage = tensors[name], layout_of(node), int(node.meta.get("stage", 0))
             for alias, other in tensors.items():
-                if other is tensor and layout.axes:
-                    self.layouts[alias], self.shapes[alias] = layout, shape_of(node)
+                if other is tensor:
+                    self.placed[alias] = stage
+                    if layout.axes:
+                        self.layouts[alias], self.shapes[alias] = layout, shape_of(node)
             if id(tensor) not in made:
-                made[id(tensor)] = self._hold(tensor, layout, comm)
+                here = program.stages is None or program.stages.coordinate(stage) == self.mesh.coordinate(
+                    comm.rank, "pipe"
+                )
+                made[id(tensor)] = self._hold(tensor, layout, comm) if here else _absent(tensor)
+        self.stages = program.stages
         for module in (self.model, self.loss):
             if isinstance(module, nn.Module):
                 _replace(module, made)
@@ -115,11 +124,37 @@ class State:
         with torch.no_grad():
             for name, tensor in self.model.state_dict().items():
                 value = local(tensor) if isinstance(tensor, Tensor) else tensor
+                if self.stages is not None and self.stages.pipe > 1 and name in self.placed:
+                    value = self._from_stage(name, value, comm)
                 if name in self.layouts:
                     value = shards.gather(value, self.layouts[name], self.shapes[name], self.mesh, comm, dst)
                 if dst in (None, comm.rank):
                     found[name] = value.clone() if isinstance(value, Tensor) and name not in self.layouts else value
         return found
+
+    def _from_stage(self, name: str, value: Tensor, comm: Comm) -> Tensor:
+        """A tensor (this rank's shard of it) from the stage that has it, at the other ranks of the pipeline."""
+        assert self.stages is not None
+        owner, mine = self.stages.coordinate(self.placed[name]), self.mesh.coordinate(comm.rank, "pipe")
+        peers = [self.mesh.peer(comm.rank, "pipe", c) for c in range(self.stages.pipe) if c != owner]
+        if owner == mine:
+            comm.start_exchange(
+                [(p, value.contiguous()) for p in peers], [], shards.GATHER_TAG - 4, f"the state {name}"
+            ).wait()
+            return value
+        shape = list(self.shapes.get(name, tuple(value.shape)))
+        layout = self.layouts.get(name, Layout.whole(len(shape)))
+        device = next((t.device for t in self.tensors().values() if not t.is_meta), torch.device("cpu"))
+        value = torch.empty(layout.local_shape(shape, self.mesh, comm.rank), dtype=value.dtype, device=device)
+        source = self.mesh.peer(comm.rank, "pipe", owner)
+        comm.start_exchange([], [(source, value)], shards.GATHER_TAG - 4, f"the state {name}").wait()
+        return value
+
+    def here(self, name: str) -> bool:
+        """Whether this rank has a tensor, or its shard: not where it lies in another stage."""
+        if self.stages is None or not self.settled or name not in self.placed:
+            return True
+        return self.stages.coordinate(self.placed[name]) == self.mesh.coordinate(current().rank, "pipe")
 
     def fitting(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """A ``state_dict`` of whole tensors, of this rank's shards or of DTensors as the model's tensors want it."""
@@ -129,6 +164,8 @@ class State:
     def _fitting(self, name: str, value: Any, target: Tensor | None) -> Any:
         if not isinstance(value, Tensor) or target is None:
             return value
+        if not self.here(name):
+            return target  # nothing to load here
         layout, value = self.layouts.get(name), local(value.detach())
         if layout is not None and tuple(value.shape) == self.shapes[name]:
             value = shards.take(value, layout, self.mesh, current().rank)
@@ -147,18 +184,28 @@ class State:
         combine = torch.max if power == float("inf") else torch.sum
         whole, split = (combine(s.double()).reshape(1) for s in sums)
         axes = {axis for layout in self.layouts.values() for axis in layout.axes}
+        op = "max" if power == float("inf") else "sum"
         if axes:
-            groups = self.mesh.groups(axes)
-            comm.prepare([groups])
-            group = self.mesh.group(comm.rank, axes)
-            op = "max" if power == float("inf") else "sum"
-            comm.start_all_reduce(split, group, op, "the norm of the gradients").wait()
+            comm.prepare([self.mesh.groups(axes)])
+            comm.start_all_reduce(split, self.mesh.group(comm.rank, axes), op, "the norm of the gradients").wait()
+        if self.stages is not None and self.stages.pipe > 1:
+            comm.prepare([self.mesh.groups(("pipe",))])
+            for part in (whole, split):
+                comm.start_all_reduce(
+                    part, self.mesh.group(comm.rank, ("pipe",)), op, "the norm of the gradients"
+                ).wait()
         total = combine(torch.cat([whole, split]))
         norm = total if power == float("inf") else total ** (1 / power)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for grad in [*grads[False], *grads[True]]:
             grad.mul_(scale.to(grad.device, grad.dtype))
         return norm
+
+
+def _absent(tensor: Tensor) -> Tensor:
+    """What stands for a tensor of another stage: its shape and dtype without memory."""
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _replace(module: nn.Module, made: Mapping[int, Tensor]) -> None:

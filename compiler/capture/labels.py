@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-FACTS = ("val", "label", "source", "state", "input", "region")
+FACTS = ("val", "label", "source", "state", "input", "region", "module")
 """The facts that capture leaves on nodes."""
 
 
@@ -43,6 +43,7 @@ def label_nodes(graph: fx.Graph) -> None:
         if node.op != "output":
             node.meta["label"] = unique(_name(node))
             node.meta["source"] = str(node.meta["place"]) or None
+            node.meta["module"] = node.meta["place"].module
             if node.meta["place"].region is not None:
                 node.meta["region"] = node.meta["place"].region
 

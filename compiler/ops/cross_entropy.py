@@ -4,7 +4,7 @@
 
     mean = sum of w[y] * loss / sum of w[y],  both over the voxels of the whole batch that are not ignored
 
-Every rank adds up numerator and denominator of its voxels: one all-reduce of two numbers, then the ratio.
+Every rank adds up numerator and denominator of its voxels, then come their all-reduced ratio and its gradient.
 """
 
 from __future__ import annotations
@@ -117,50 +117,60 @@ def _of_classes(call: Call) -> Spec | None:
 
 
 def _mean_of_classes(call: Call, emit: Emit) -> Operand:
-    """The ratio of two sums over all voxels."""
+    """The ratio of two sums over all voxels; the second, of weights, is known before the logits are."""
     smoothing = call.args.get("label_smoothing")
     log = call.target is aten.cross_entropy_loss.default
-    sums = emit(
-        class_sums, call["self"], call["target"], call["weight"], call["ignore_index"], smoothing if log else None
-    )
-    return emit(ratio, sums, call["self"].dtype)  # type: ignore[no-any-return]
+    target, weight, ignored = call["target"], call["weight"], call["ignore_index"]
+    dtype = wide_dtype(call["self"].dtype)
+    total = emit(class_sum, call["self"], target, weight, ignored, smoothing if log else None)
+    weights = emit(weight_sum, target, weight, ignored, dtype)
+    return emit(ratio, total, weights, call["self"].dtype)  # type: ignore[no-any-return]
 
 
-def class_sums(
+def class_sum(
     self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float | None
 ) -> Tensor:
-    """(weighted sum of the losses, sum of the weights) of a part: [2]; ``smoothing=None`` for log-probabilities."""
+    """The weighted sum of the losses of a part: []; ``smoothing=None`` for log-probabilities."""
     dtype = wide_dtype(self.dtype)
     if not self.numel():
-        return torch.stack([self.sum() * 0, self.new_zeros(())]).to(dtype)
+        return (self.sum() * 0).to(dtype)
     if smoothing is None:
         loss = F.nll_loss(self, target, weight, ignore_index=ignore_index, reduction="none")
     else:
         loss = F.cross_entropy(
             self, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
         )
-    counted = target != ignore_index
-    if weight is not None:
-        weights = weight.gather(0, torch.where(counted, target, 0).flatten()).view_as(target)
-        total = torch.where(counted, weights, 0).sum(dtype=dtype)
-    else:
-        total = counted.sum().to(dtype)
-    return torch.stack([loss.sum(dtype=dtype), total])
+    return loss.sum(dtype=dtype)
 
 
-@rule(class_sums)
-def _class_sums(call: Call) -> Spec:
+@rule(class_sum)
+def _class_sum(call: Call) -> Spec:
     x = call["self"]
     batch, row, _ = _dims(x)
     ins = {"self": row, "target": " ".join(batch), "weight": "."}
-    return Spec(ins, ["."], reduce="sum", flops=5 * x.numel, saves=("self", "target"), detached=("weight",))
+    return Spec(ins, [""], reduce="sum", flops=5 * x.numel, saves=("self", "target"), detached=("weight",))
 
 
-def ratio(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """``sums[0] / sums[1]``: NaN when nothing is counted."""
-    return (sums[0] / sums[1]).to(dtype)
+def weight_sum(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """The sum of the weights of a part, or the count of the voxels that are not ignored: []."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum().to(dtype)
+    weights = weight.gather(0, torch.where(counted, target, 0).flatten()).view_as(target)
+    return torch.where(counted, weights, 0).sum(dtype=dtype)
+
+
+@rule(weight_sum)
+def _weight_sum(call: Call) -> Spec:
+    ins = {"target": " ".join(names(call["target"].ndim)), "weight": "."}
+    return Spec(ins, [""], reduce="sum", flops=call["target"].numel, detached=("weight",))
+
+
+def ratio(total: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """``total / weights``: NaN when nothing is counted."""
+    return (total / weights).to(dtype)
 
 
 @rule(ratio)
 def _ratio(call: Call) -> Spec:
-    return Spec({"sums": "."}, [""], flops=1)
+    return Spec({"total": "", "weights": ""}, [""], flops=1)
