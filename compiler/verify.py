@@ -18,7 +18,7 @@ from halofx.compiler.facts import (
 )
 from halofx.compiler.index_map import span
 from halofx.compiler.interval import Interval, blocks
-from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, vary, vary_all
+from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, transfer, vary, vary_all
 from halofx.compiler.program import Program
 
 LOWERED = ("insert_movements", "merge_movements")
@@ -40,7 +40,7 @@ def verify(program: Program, step: str) -> None:
 
 
 def _summed(node: fx.Node) -> bool:
-    return all(calls(user, all_reduce, reduce_scatter) for user in node.users)
+    return all(calls(user, all_reduce, reduce_scatter, transfer) for user in node.users)
 
 
 def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) -> None:
@@ -71,7 +71,7 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
 
 def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) -> tuple[object, ...]:
     """What the coordinates of an axis hold of one dim."""
-    while calls(node, redistribute, vary):
+    while calls(node, redistribute, transfer, vary):
         move = move_of(node)
         if move is not None and move.need == dim and move.axis == axis:
             return tuple(move.reads)

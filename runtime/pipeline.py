@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from halofx.compiler.emit import label_of
-from halofx.compiler.facts import axes_of, layout_of, shape_of, sources_of, val
+from halofx.compiler.facts import layout_of, shape_of, val
 from halofx.compiler.interval import blocks
 from halofx.compiler.program import Program
 from halofx.compiler.stages import Action, Stages
@@ -33,6 +32,7 @@ from halofx.runtime.parts import Parts, parts_of
 from halofx.runtime.post import Post
 from halofx.runtime.recall import recalling
 from halofx.runtime.state import State
+from halofx.runtime.sums import Sums
 from halofx.runtime.two_phase import Later, first_phase
 
 
@@ -47,7 +47,7 @@ class Pipeline:
         self.cut = not state.settled
         self.parts: Parts = parts_of(program, self.stages, self.me)
         self.order = self.stages.orders()[self.me]
-        self.held: dict[fx.Node, Tensor] = {}  # gradients kept back by no_sync
+        self.sums = Sums(comm, self.stages)
         self.modules = {
             (stage, micro): self._binder(micro).bind(part)
             for stage, part in self.parts.stages.items()
@@ -129,12 +129,11 @@ class Step:
     values: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)  # outputs, and what the part after takes
     cotangents: dict[tuple[fx.Node, int], Tensor] = field(default_factory=dict)
     grads: dict[fx.Node, Tensor] = field(default_factory=dict)
-    reducing: list[tuple[list[fx.Node], Pending, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         p = self.pipeline
         self.program, self.stages, self.comm, self.parts, self.after = p.program, p.stages, p.comm, p.parts, p.after
-        self.micro = self.stages.micro
+        self.micro, self.sums = self.stages.micro, p.sums
         self.post = Post(p.program, p.stages, p.comm, p.device, p.parts.tags)
 
     # the whole step
@@ -179,7 +178,9 @@ class Step:
 
     def _end(self) -> None:
         self.post.wait()
-        self._reduced()
+        self.sums.wait(self.grads)
+        if not self.pipeline.sync.on:
+            self.sums.keep_back([b for own in self.parts.buckets.values() for b in own], self.grads)
 
     # forward
 
@@ -297,7 +298,7 @@ class Step:
                     whole = self.grads.setdefault(node, torch.zeros_like(self.inputs[node]))
                     self._part(node, whole, micro).add_(grad)
         if self.pipeline.sync.on and action == self.parts.last_backward(self.pipeline.order, stage):
-            self.reducing += [self._reduce(bucket) for bucket in self.parts.buckets[stage]]
+            self.sums.start(self.parts.buckets[stage], self.grads)
 
     def _pulls(self, stage: int, micro: int, ran: _Ran) -> Iterator[tuple[Tensor, Tensor]]:
         """The outputs of a stage with their cotangents."""
@@ -339,30 +340,6 @@ class Step:
         for node, grad in zip(nodes, grads, strict=True):
             if grad is not None:
                 self._add(node, grad)
-
-    def _reduce(self, bucket: fx.Node) -> tuple[list[fx.Node], Pending, Tensor]:
-        """Start to sum the gradients of a bucket of parameters over the ranks that share them."""
-        held, sources = self.pipeline.held, sources_of(bucket)
-        for node in sources:
-            if node in held:
-                self._add(node, held.pop(node))
-        nodes = [n for n in sources if n in self.grads]
-        flat = torch.cat([self.grads[n].reshape(-1) for n in nodes]) if nodes else torch.empty(0)
-        group = self.stages.mesh.group(self.comm.rank, axes_of(bucket))
-        return nodes, self.comm.start_all_reduce(flat, group, "sum", label_of(bucket)), flat
-
-    def _reduced(self) -> None:
-        """Take the sums, or keep the gradients back until they are wanted."""
-        for nodes, pending, flat in self.reducing:
-            pending.wait()
-            for node, part in zip(nodes, flat.split([self.grads[n].numel() for n in nodes]), strict=True):
-                self.grads[node] = part.view(self.grads[node].shape)
-        self.reducing.clear()
-        if not self.pipeline.sync.on:
-            buckets = [bucket for stage in self.parts.stages for bucket in self.parts.buckets[stage]]
-            for node in (n for bucket in buckets for n in sources_of(bucket) if n in self.grads):
-                kept, grad = self.pipeline.held.get(node), self.grads.pop(node)
-                self.pipeline.held[node] = grad if kept is None else kept + grad
 
     # results
 
