@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from torch import fx
 
-from halofx.compiler.emit import is_getitem, name_of, operand_nodes
+from halofx.compiler.emit import is_getitem, operand_nodes
 from halofx.compiler.facts import (
     axes_of,
     bound_of,
@@ -30,41 +29,6 @@ from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter,
 from halofx.compiler.program import Program
 from halofx.compiler.redistribution import Redistribution
 from halofx.compiler.regions import regions
-
-
-@dataclass
-class Traffic:
-    """Messages and bytes of one kind along some axes, summed over all ranks, in one direction."""
-
-    kind: str
-    axes: tuple[str, ...]
-    messages: int = 0
-    bytes: int = 0
-
-
-@dataclass
-class Summary:
-    """Totals of a program over all ranks; see `summary`."""
-
-    ranks: int
-    forward: list[Traffic] = field(default_factory=list)
-    backward: list[Traffic] = field(default_factory=list)
-    flops: int = 0
-    activations: int = 0  # bytes on the fullest rank
-    parameters: int = 0  # bytes on every rank
-
-    def __str__(self) -> str:
-        lines = [f"{'':<9} {'kind':<16} {'axes':<22} {'messages':>9} {'bytes':>10} {'bytes / rank':>13}   (all ranks)"]
-        for title, rows in (("forward", self.forward), ("backward", self.backward)):
-            for t in rows or [Traffic("nothing", ())]:
-                per = human(t.bytes / self.ranks)
-                axes = " ".join(t.axes)
-                lines.append(f"{title:<9} {t.kind:<16} {axes:<22} {t.messages:>9} {human(t.bytes):>10} {per:>13}")
-        lines.append(f"forward flops {self.flops / 1e9:.2f} G in all, {self.flops / self.ranks / 1e9:.2f} G a rank")
-        lines.append(
-            f"kept for backward {human(self.activations)}, parameters {human(self.parameters)} on the fullest rank"
-        )
-        return "\n".join(lines)
 
 
 def human(size: float) -> str:
@@ -167,46 +131,9 @@ def _moved(mesh: Mesh, node: fx.Node, back: bool) -> tuple[int, int]:
     return pairs * filled * repeat, count * math.prod(n for n, _ in other) * repeat * val(source).element_size()
 
 
-def summary(program: Program) -> Summary:
-    """Messages and bytes by kind and axes, forward and backward; flops; activation bytes of the fullest rank."""
-    result = Summary(program.mesh.size)
-    for node in program.graph.nodes:
-        if node.op == "call_function" and not is_op(node) and not is_getitem(node):
-            kind, axes = _kind(node)
-            _add(result.forward, kind, axes, *messages(program, node))
-            _add(
-                result.backward,
-                "sum_gradients" if kind.startswith("vary") else kind,
-                axes,
-                *messages_back(program, node),
-            )
-        if is_op(node):
-            spec = bound_of(node).spec
-            result.flops += spec.flops or 0 if spec is not None else 0
-    state = program.placeholders("state")
-    result.parameters = sum(val(n).numel() * val(n).element_size() for n in state)
-    result.activations = sum(saved_bytes(program, n) for n in _kept(program))
-    return result
-
-
-def _kind(node: fx.Node) -> tuple[str, tuple[str, ...]]:
-    if node.target is redistribute:
-        return node.meta["move"].kind, (node.meta["move"].axis,)
-    if node.target is reduce_scatter:
-        return name_of(node.target), (node.meta["move"].axis,)
-    if node.target is transfer:
-        return name_of(node.target), ("pipe",)
-    return name_of(node.target), axes_of(node)
-
-
-def _add(found: list[Traffic], kind: str, axes: tuple[str, ...], count: int, size: int) -> None:
-    if not count:
-        return
-    entry = next((t for t in found if t.kind == kind and t.axes == axes), None)
-    if entry is None:
-        found.append(entry := Traffic(kind, axes))
-    entry.messages += count
-    entry.bytes += size
+def kept_by(program: Program) -> Iterator[tuple[fx.Node, int]]:
+    """The values that autograd keeps for the backward pass, with their bytes on the fullest rank, of one micro-batch."""
+    return ((node, saved_bytes(program, node)) for node in _kept(program))
 
 
 def _kept(program: Program) -> Iterator[fx.Node]:

@@ -32,11 +32,18 @@ WIDTH = 44
 def listing(program: Program) -> str:
     """The whole program as text. Parameters appear where they are used; what only updates buffers is summed up in one line."""
     aside = _bookkeeping(program)
-    rows = [row for node in program.graph.nodes if node not in aside for row in _row(program, node)]
-    name = max((len(r[0]) for r in rows), default=0)
-    kind = min(WIDTH, max((len(r[1]) for r in rows), default=0))
+    rows = [
+        (_stage(program, node), row) for node in program.graph.nodes if node not in aside for row in _row(program, node)
+    ]
+    name = max((len(row[0]) for _, row in rows), default=0)
+    kind = min(WIDTH, max((len(row[1]) for _, row in rows), default=0))
     lines = [f"mesh {program.mesh}" if program.stages is None else _stages_line(program)]
-    lines += [f"{a + ':':<{name + 1}} {b:<{kind}} {c}".rstrip() + (f"    {d}" if d else "") for a, b, c, d in rows]
+    here = ""
+    for stage, (a, b, c, d) in rows:
+        if stage not in ("", here):
+            here = stage
+            lines.append(f"-- {stage}")
+        lines.append(f"{a + ':':<{name + 1}} {b:<{kind}} {c}".rstrip() + (f"    {d}" if d else ""))
     if program.updates:
         lines.append(
             f"updates: {len(program.updates)} buffers, {', '.join(program.updates[:3])}{', ...' * (len(program.updates) > 3)}"
@@ -49,6 +56,18 @@ def _stages_line(program: Program) -> str:
     stages = program.stages
     assert stages is not None
     return f"mesh {stages.mesh}, {stages.micro} micro-batch{'es' * (stages.micro > 1)} ({stages.schedule})"
+
+
+def _stage(program: Program, node: fx.Node) -> str:
+    """``stage 1 on pipe 1``; empty where there is one stage, and for what every stage has."""
+    stages = program.stages
+    if stages is None or node.op in ("placeholder", "get_attr", "output"):
+        return ""
+    after = "after all micro-batches" if node.meta.get("after") else ""
+    if stages.count == 1 or "stage" not in node.meta:
+        return after
+    place = f"stage {node.meta['stage']} on pipe {stages.coordinate(node.meta['stage'])}"
+    return f"{place}, {after}" if after else place
 
 
 def _bookkeeping(program: Program) -> set[fx.Node]:
@@ -107,6 +126,7 @@ def expression(program: Program, node: fx.Node) -> str:
         return f"transfer({_name(source_of(node))}, stage {node.args[1]} to {node.args[2]})"
     if calls(node, all_reduce, vary):
         extra = f", {node.args[2]}" if node.target is all_reduce and node.args[2] != "sum" else ""
+        extra += ", each micro-batch" if node.meta.get("each") and node.target is all_reduce else ""
         return f"{name_of(node.target)}({_name(source_of(node))}, axes=({', '.join(axes_of(node))}){extra})"
     if calls(node, vary_all):
         names = [_name(n) for n in sources_of(node)]

@@ -57,6 +57,11 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)  # choices of the user that passes read
     stages: Stages | None = None  # of a pipeline or of micro-batches; ``mesh`` is then that of one stage
 
+    @property
+    def world(self) -> Mesh:
+        """The mesh of all ranks: of every stage of a pipeline, without micro-batches."""
+        return self.mesh if self.stages is None else self.stages.mesh
+
     def placeholders(self, kind: str) -> list[fx.Node]:
         """The placeholders of one kind, ``"state"`` or ``"input"``, in order."""
         return [n for n in self.graph.nodes if n.op == "placeholder" and kind in n.meta]

@@ -33,7 +33,22 @@ INPUTS = Annotated[
     list[str],
     typer.Option("--input", "-i", help="an input, as 1,1,96,96,96, or 1,77:int64:1000 for integers below 1000"),
 ]
+MICRO = Annotated[
+    int, typer.Option(help="parts of the batch that go through the stages of axis pipe one after another")
+]
+SCHEDULE = Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved, zero-bubble or zbv")]
+STAGES = Annotated[
+    str | None, typer.Option(help="where axis pipe cuts: layers in each stage, as 12,20, or first modules, as enc2,up1")
+]
 MESH = Annotated[str, typer.Option("--mesh", "-m", help="axes and sizes, as data=2,depth=4")]
+
+
+def _pipeline(microbatches: int, schedule: str | None, stages: str | None) -> dict[str, Any]:
+    """The options of `halofx.compile` for axis ``pipe``."""
+    parts = stages.split(",") if stages else None
+    counts = parts is not None and all(part.strip().isdigit() for part in parts)
+    cut = [int(part) for part in parts] if parts is not None and counts else parts
+    return {"microbatches": microbatches, "schedule": schedule, "stages": cut}
 
 
 @app.callback()
@@ -50,13 +65,17 @@ def show(
     after: Annotated[str | None, typer.Option(help="the listing as this pass left it")] = None,
     node: Annotated[str | None, typer.Option(help="explain one node of the listing instead")] = None,
     strict: Annotated[bool, typer.Option(help="refuse ops without a rule")] = False,
+    microbatches: MICRO = 1,
+    schedule: SCHEDULE = None,
+    stages: STAGES = None,
 ) -> None:
     """Print the listing of a model: every op and every message, on any number of ranks, without running one."""
     with _one_line_errors():
         shapes = [parse_shape(text) for text in inputs]
         start = time.perf_counter()
         made = build_model(model, shapes).model.train(train)
-        net = halofx.compile(made, parse_mesh(mesh), inputs=shapes, strict=strict)
+        plan = _pipeline(microbatches, schedule, stages)
+        net = halofx.compile(made, parse_mesh(mesh), inputs=shapes, strict=strict, **plan)
         seconds = time.perf_counter() - start
         if node is not None:
             print(net.explain(node))
@@ -81,16 +100,20 @@ def check(
     seed: Annotated[int, typer.Option(help="of the weights and the inputs")] = 0,
     thin: Annotated[str, typer.Option(help="what dims with fewer indices than ranks do: whole or split")] = "whole",
     strict: Annotated[bool, typer.Option(help="refuse ops without a rule")] = False,
+    microbatches: MICRO = 1,
+    schedule: SCHEDULE = None,
+    stages: STAGES = None,
 ) -> None:
     """Run a model on threads, one a rank, and compare it with one device, forward and backward.
 
     Ends in one line: exact (exit code 0), the first node that differs (1), or why it was refused (2).
     """
     with _one_line_errors():
-        found = _check(model, mesh, inputs, train, loss, targets, dtype, seed, thin=thin, strict=strict)
+        options = {"thin": thin, "strict": strict, **_pipeline(microbatches, schedule, stages)}
+        found = _check(model, mesh, inputs, train, loss, targets, dtype, seed, **options)
         if found.status == "refused" and dtype == "float64" and MIXED.search(found.verdict):
             print(f"in float64: {found.verdict}; checked in float32 instead")
-            found = _check(model, mesh, inputs, train, loss, targets, "float32", seed, thin=thin, strict=strict)
+            found = _check(model, mesh, inputs, train, loss, targets, "float32", seed, **options)
         print(found)
     raise typer.Exit({"exact": 0, "differs": 1}.get(found.status, 2))
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from halofx.compiler.cost import Summary, summary
 from halofx.compiler.errors import MeshError
 from halofx.compiler.explain import explain
 from halofx.compiler.inputs import parameter_names
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
+from halofx.compiler.summary import Summary, summary
 from halofx.runtime import shards
 from halofx.runtime.comm import Comm, current
 from halofx.runtime.gradients import SyncSwitch

@@ -21,6 +21,7 @@ from halofx.runtime import shards
 from halofx.runtime.comm import current
 from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
+from halofx.runtime.pipeline import Pipeline
 from halofx.runtime.recall import recalling
 
 See = Callable[[fx.Node, Tensor], None]
@@ -62,24 +63,32 @@ def run_rank(
         cotangents: of the outputs, global; None where an output takes no gradient.
         value, gradient: called with what this rank has of every node, the gradient when backward has reached it.
     """
-    comm, mesh = current(), program.mesh
+    comm, mesh = current(), program.world
     device = next((t.device for t in [*inputs, *state.values()]), torch.device("cpu"))
     comm.prepare(groups_of(program))
-    binder = Binder(program, comm, device, SyncSwitch())  # cuts the whole state
-    module = binder.bind()
     names = [str(n.meta["state"]) for n in program.placeholders("state")]
     own = _copies([state[name] for name in names])
     nodes = program.placeholders("input")
     cut = [leaf(shards.take(x.detach(), layout_of(n), mesh, comm.rank)) for n, x in zip(nodes, inputs, strict=True)]
     rng = [torch.tensor(1)] if program.placeholders("rng") else []
-    if value is None and gradient is None:
+    written = dict[str, Tensor]()
+    if program.stages is not None:
+        copies = Copies(dict(zip(names, own, strict=True)))
+        outs: Sequence[Tensor] = Pipeline(program, comm, device, SyncSwitch(), copies).run(cut, rng)
+        written = copies.written
+    elif value is None and gradient is None:
+        module = Binder(program, comm, device, SyncSwitch()).bind()  # cuts the whole state
         with recalling():
             outs, updates = module(*own, *cut, *rng)
+        written = dict(zip(program.updates, updates, strict=True))
     else:
+        binder = Binder(program, comm, device, SyncSwitch())
+        module = binder.bind()
         by_name = {bound.name: node for node, bound in binder.env.items()}
         outs, updates = _Watcher(module, by_name, value, gradient).run(*own, *cut, *rng)
+        written = dict(zip(program.updates, updates, strict=True))
     seen = Seen({f"output {i}": y.detach() for i, y in enumerate(outs)})
-    seen.tensors |= {f"buffer {name}": y.detach() for name, y in zip(program.updates, updates, strict=True)}
+    seen.tensors |= {f"buffer {name}": y.detach() for name, y in written.items()}
     layouts = [layout_of(node) for node in program.outputs()]
     pulls = [
         (y, shards.take(c, layout, mesh, comm.rank))
@@ -90,6 +99,26 @@ def run_rank(
     leaves = {name: t for name, t in leaves.items() if t.requires_grad}
     seen.tensors |= _gradients(leaves, pulls)
     return seen
+
+
+@dataclass
+class Copies:
+    """The state of one rank's run: whole tensors of its own."""
+
+    tensors: dict[str, Tensor]
+    written: dict[str, Tensor] = field(default_factory=dict)
+    settled: bool = False  # they are not shards
+
+    def of(self, program: Program) -> list[Tensor]:
+        """What a program's placeholders of state take."""
+        return [
+            self.written.get(str(n.meta["state"]), self.tensors[str(n.meta["state"])])
+            for n in program.placeholders("state")
+        ]
+
+    def write(self, updates: Sequence[tuple[str, Tensor]]) -> None:
+        """Note the new values of buffers."""
+        self.written.update(updates)
 
 
 def _gradients(leaves: Mapping[str, Tensor], pulls: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

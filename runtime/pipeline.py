@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -31,15 +31,23 @@ from halofx.runtime.gradients import SyncSwitch
 from halofx.runtime.parts import Parts, parts_of
 from halofx.runtime.post import Post
 from halofx.runtime.recall import recalling
-from halofx.runtime.state import State
 from halofx.runtime.sums import Sums
 from halofx.runtime.two_phase import Later, first_phase
+
+
+class Holds(Protocol):
+    """What gives a program its parameters and buffers, and takes the new values of buffers."""
+
+    @property
+    def settled(self) -> bool: ...
+    def of(self, program: Program) -> list[Tensor]: ...
+    def write(self, updates: Sequence[tuple[str, Tensor]]) -> None: ...
 
 
 class Pipeline:
     """The stages of one rank, bound for every micro-batch."""
 
-    def __init__(self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch, state: State) -> None:
+    def __init__(self, program: Program, comm: Comm, device: torch.device, sync: SyncSwitch, state: Holds) -> None:
         assert program.stages is not None
         self.program, self.comm, self.device, self.sync, self.state = program, comm, device, sync, state
         self.stages: Stages = program.stages

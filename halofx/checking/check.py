@@ -15,14 +15,16 @@ from torch import fx, nn
 from halofx.checking.compare import compare, tolerance_of, where
 from halofx.checking.first import UNSTABLE, First, find_first, op_of
 from halofx.checking.one_device import Job, OneDevice
-from halofx.compiler.cost import Summary, human, summary
+from halofx.compiler.cost import human
 from halofx.compiler.coverage import Coverage, coverage, entry, losses
 from halofx.compiler.emit import label_of
-from halofx.compiler.errors import HalofxError, at
+from halofx.compiler.errors import CompileError, HalofxError, at
+from halofx.compiler.facts import is_op
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.printer import expression
 from halofx.compiler.program import Program
 from halofx.compiler.rules import find_rule
+from halofx.compiler.summary import Summary, summary
 from halofx.runtime.launch import launch
 from halofx.runtime.observe import NodeError, Seen, run_rank
 
@@ -123,7 +125,9 @@ def _run(result: Check, job: Job, tolerance: float | None) -> None:
     program = result.program = job.program(result.mesh)
     clock.lap("capture and compile")
     result.coverage, result.summary = coverage(program), summary(program)
-    alone = OneDevice(job, job.program(Mesh()))
+    if program.stages is not None:
+        _refuse_each(program)
+    alone = OneDevice(job, job.alone())
     result.alone = summary(alone.program).activations
     clock.skip()
     expected = alone.expected
@@ -150,8 +154,23 @@ def _run(result: Check, job: Job, tolerance: float | None) -> None:
         result.status, result.verdict = "exact", _counts(program, expected, result.error, unstable)
         return
     result.status = "differs"
-    result.verdict = _changed(alone, limit) or _first(result, find_first(program, alone, limit))
+    result.verdict = _changed(alone, limit) or _first(result, find_first(_flat(program, job), alone, limit))
     result.verdict += f"; {worst.name} is {worst.error:.1e} off"
+
+
+def _refuse_each(program: Program) -> None:
+    """Batch norms of micro-batches have no counterpart on one device that takes the whole batch."""
+    each = next((n for n in program.graph.nodes if is_op(n) and n.meta.get("each")), None)
+    if each is not None:
+        raise CompileError(
+            f"{label_of(each)}{at(each.meta.get('source'))} has the statistics of each micro-batch, one device those of the "
+            "whole batch; check with microbatches=1, or in eval mode"
+        )
+
+
+def _flat(program: Program, job: Job) -> Program:
+    """The program without a pipeline, to be watched node by node."""
+    return program if program.stages is None else job.program(program.world.within(1), microbatches=1, stages=None)
 
 
 def _failed(result: Check, alone: OneDevice, error: Exception) -> None:
@@ -161,7 +180,7 @@ def _failed(result: Check, alone: OneDevice, error: Exception) -> None:
     result.status, result.verdict = "differs", f"a rank fails with {type(error).__name__}: {error}"
     first = None
     try:
-        first = find_first(program, alone, tolerance_of(program))
+        first = find_first(_flat(program, alone.job), alone, tolerance_of(program))
     except NodeError as found:
         result.verdict = str(found)
         if found.node is not None:
@@ -230,7 +249,7 @@ def _counts(program: Program, expected: Seen, error: float, unstable: Sequence[s
     ]
     mode = "train" if program.training else "eval"
     return (
-        f"{' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))} of {program.mesh.size} ranks equal one device, "
+        f"{' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))} of {program.world.size} ranks equal one device, "
         f"largest relative error {error:.1e} ({mode}, {', '.join(sorted(dtypes))})"
         + (f"; {sick} of them hold NaN on one device too" if sick else "")
         + (

@@ -54,9 +54,13 @@ class Job:
             places = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
             raise CompileError(f"{places}: the model and its inputs are on different devices; move one with .to(...)")
 
-    def program(self, mesh: Mesh) -> Program:
-        """The program for a mesh."""
-        options = {"thin": "whole", "batchnorm": "global", **self.options}
+    def alone(self) -> Program:
+        """The program for one rank."""
+        return self.program(Mesh(), microbatches=1, schedule=None, stages=None)
+
+    def program(self, mesh: Mesh, **changes: Any) -> Program:
+        """The program for a mesh; ``changes`` are options that replace the user's."""
+        options = {"thin": "whole", "batchnorm": "global", **self.options, **changes}
         return build(self.model, self.args, self.kwargs, mesh, loss=self.loss, targets=self.targets, options=options)
 
 
