@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten
 
 from halofx.compiler.rules import Operand, bind_arguments, signature
 
@@ -70,10 +73,29 @@ def new_call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[
     """A call node at the insertion point, its ``val`` computed on fake tensors."""
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=identifier(label))
     fakes = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with torch.no_grad():
-        node.meta["val"] = target(*fakes[0], **fakes[1])
+    node.meta["val"] = _value(target, *fakes)
     node.meta["label"] = label
     return node
+
+
+def _value(target: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op on fake tensors; of equal calls in one capture the same: layers repeat, and fakes are slow."""
+    leaves, spec = tree_flatten((args, kwargs))
+    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+    known = _VALUES.setdefault(mode, {}) if mode is not None else {}
+    described = [
+        (tuple(v.shape), v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), repr(v))
+        for v in leaves
+    ]
+    key = (target, str(spec), tuple(described), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    if key not in known:
+        with torch.no_grad():
+            known[key] = target(*args, **kwargs)
+    return known[key]
+
+
+_VALUES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""What ops make of fake tensors, by the mode of a capture."""
 
 
 def identifier(label: str) -> str:

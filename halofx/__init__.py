@@ -10,9 +10,10 @@ from halofx.compiler.errors import CompileError, HalofxError, MeshError, RankErr
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.opaque import opaque
 from halofx.compiler.rules import rule
-from halofx.runtime.comm import finalize, init
+from halofx.runtime.comm import current, finalize, init
 from halofx.runtime.launch import launch
 from halofx.runtime.net import Net
+from halofx.training import History, fit
 
 __version__ = "0.1.0"
 
@@ -20,13 +21,16 @@ __all__ = [
     "Check",
     "CompileError",
     "HalofxError",
+    "History",
     "Mesh",
     "MeshError",
     "Net",
     "RankError",
     "check",
     "compile",
+    "current",
     "finalize",
+    "fit",
     "init",
     "launch",
     "opaque",

@@ -33,10 +33,12 @@ def insert_varies(program: Program) -> None:
 
 
 def _vary(program: Program, source: fx.Node, axes: tuple[str, ...]) -> fx.Node:
-    at = source
-    while at.next.op in ("placeholder", "get_attr"):
-        at = at.next
-    with program.graph.inserting_after(at):
+    at = program.graph.inserting_after(source)
+    if source.op == "placeholder":  # behind all placeholders
+        at = program.graph.inserting_before(
+            next(n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr"))
+        )
+    with at:
         node = program.graph.call_function(vary, (source, axes))
     node.meta.update(val=source.meta["val"], label=f"{label_of(source)}.v", source=source.meta.get("source"))
     set_layout(node, layout_of(source))

@@ -65,7 +65,7 @@ def _settle_schedule(program: Program) -> None:
     """
     stages, asked = program.stages, program.options.get("schedule")
     assert stages is not None
-    if stages.schedule == "gpipe":
+    if stages.schedule == "gpipe" or program.options.get("forward"):  # "forward": nothing will go backward
         return
     reason = None if program.options.get("loss") else "there is no loss="
     bent = reason or _bent(program)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from halofx.runtime.comm import Comm
 SAME = "give every rank the same"
 PARAMETERS = "the parameters (names, shapes, values)"
 REMEDIES = {PARAMETERS: "call torch.manual_seed(0) before building the model, or load one state_dict, on every rank"}
+THREADS = (
+    "; ranks that are threads share one random generator: build the model before halofx.launch, and copy.deepcopy it"
+)
 
 
 def agree(comm: Comm, facts: Mapping[str, str], error: Exception | None, what: str) -> None:
     """Compare facts with all ranks; every rank must call it at the same point.
 
     Raises `RankError` on every rank when a fact differs (naming it, and who has which value) or when some rank comes with an
-    error of its own; the rank that has it raises that error itself.
+    error of its own; the rank that has it raises that error itself. A fact that only some ranks have is compared among those.
     """
     if comm.size == 1:
         if error is not None:
@@ -36,16 +39,19 @@ def agree(comm: Comm, facts: Mapping[str, str], error: Exception | None, what: s
     if failed:
         rank, text = failed[0]
         raise RankError(f"rank {rank} could not start {what}: {text}")
-    for name in mine:
-        values = [str(f.get(name, "nothing")) for f in all_facts]
-        if len(set(values)) > 1:
-            raise RankError(f"the ranks disagree on {name} at {what}: {_who(values)}; {REMEDIES.get(name, SAME)}")
+    for name in {name: None for f in all_facts for name in f}:
+        values = {rank: str(f[name]) for rank, f in enumerate(all_facts) if name in f}
+        if len(set(values.values())) > 1:
+            remedy = REMEDIES.get(name.partition(" at ")[0], SAME)
+            if remedy != SAME and comm.name == "threads":
+                remedy += THREADS
+            raise RankError(f"the ranks disagree on {name} at {what}: {_who(values)}; {remedy}")
 
 
-def _who(values: Sequence[str]) -> str:
+def _who(values: Mapping[int, str]) -> str:
     """``ranks 0, 1 have a; rank 2 has b``."""
     found: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         found.setdefault(value, []).append(rank)
     return "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'} {value}"

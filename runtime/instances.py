@@ -22,7 +22,7 @@ from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
 from halofx.runtime import shards
-from halofx.runtime.agree import PARAMETERS, agree, digest, tensor_digest
+from halofx.runtime.agree import agree, digest
 from halofx.runtime.comm import Comm
 from halofx.runtime.executor import Binder, groups_of
 from halofx.runtime.gradients import SyncSwitch
@@ -63,10 +63,10 @@ class Instances:
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, build: Build, loss: Callable[..., Any] | None,
-        options: Mapping[str, Any], sync: SyncSwitch,
+        options: Mapping[str, Any], sync: SyncSwitch, state: State | None = None,
     ) -> None:  # fmt: skip
         self.model, self.mesh, self.build, self.loss, self.sync = model, mesh, build, loss, sync
-        self.state = State(model, loss, mesh)
+        self.state = State(model, loss, mesh) if state is None else state
         self.options = dict(options)
         self.declared: Request | None = None
         self.cache: dict[Any, Instance] = {}
@@ -242,20 +242,18 @@ class Instances:
             module = self.bound(instance, comm)
         except Exception as e:  # told to the other ranks, then raised
             error = e
-        facts = {} if instance is None else self._facts(instance)
+        facts = {} if instance is None else self._facts(comm, instance)
         agree(comm, facts, error, "the first call of the net")
         assert instance is not None and module is not None
         comm.prepare(groups_of(instance.program))
         return instance, module
 
-    def _facts(self, instance: Instance) -> dict[str, str]:
-        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        values = self.state.digest or tensor_digest(state)
+    def _facts(self, comm: Comm, instance: Instance) -> dict[str, str]:
         return {
             "the versions of torch and Python": torch.__version__,
             "the mesh": str(self.mesh),
             "the program (shapes, code, options)": digest(next(reversed(instance.program.listings.values()))),
-            PARAMETERS: values,
+            **self.state.facts(comm.rank),
         }
 
     def _globals(self, comm: Comm, request: Request) -> Request:

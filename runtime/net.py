@@ -47,6 +47,7 @@ class Net(nn.Module):
         self.training = model.training
         self.mesh, self.sync = mesh, SyncSwitch()
         self.instances = Instances(model, mesh, build, loss, options or {}, self.sync)
+        self.plain: Instances | None = None  # the model without the loss
         self.names = parameter_names(model)
         self.count = len(inputs) if inputs is not None else None
         if inputs is not None:
@@ -67,6 +68,17 @@ class Net(nn.Module):
             cut = self.count if self.count is not None else len(args) - 1
             args, targets = args[:cut], args[cut:]
         return self.instances.run(comm, Request(args, kwargs, targets, self.model.training))
+
+    @torch.no_grad()
+    def predict(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's output as this rank's shards, also where the net was compiled with a loss; without gradients."""
+        if self.plain is None:
+            i = self.instances
+            options = {**i.options, "forward": True}
+            self.plain = (
+                i if self.loss is None else Instances(self.model, self.mesh, i.build, None, options, self.sync, i.state)
+            )
+        return self.plain.run(self._comm(), Request(inputs, kwargs, (), self.model.training))
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs the net as it is
 

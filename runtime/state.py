@@ -28,7 +28,7 @@ from halofx.compiler.mesh import Mesh
 from halofx.compiler.program import Program
 from halofx.compiler.stages import Stages
 from halofx.runtime import shards
-from halofx.runtime.agree import tensor_digest
+from halofx.runtime.agree import PARAMETERS, tensor_digest
 from halofx.runtime.comm import Comm, current
 
 
@@ -43,7 +43,8 @@ class State:
         self.placed: dict[str, int] = {}  # the pipeline stage of each tensor
         self.stages: Stages | None = None
         self.settled = False
-        self.digest: str | None = None  # of the values before they were cut
+        self.digest = ""  # of the values before they were cut
+        self.cut: dict[str, str] = {}  # what `_held` was just after
         self.device_mesh: DeviceMesh | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -94,6 +95,28 @@ class State:
         for module in (self.model, self.loss):
             if isinstance(module, nn.Module):
                 _replace(module, made)
+        self.cut = self._held(comm.rank)
+
+    def facts(self, rank: int) -> dict[str, str]:
+        """Hashes of the values, for ranks to compare: of what they hold, and of the whole that it was cut from."""
+        if not self.settled:
+            return {PARAMETERS: tensor_digest(self.tensors())}
+        held = self._held(rank)
+        return {PARAMETERS: self.digest if held == self.cut else "loaded since it was compiled", **held}
+
+    def _held(self, rank: int) -> dict[str, str]:
+        """Hashes of this rank's tensors by the coordinates that they depend on."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.tensors().items():
+            if self.here(name):
+                axes = [*self.layouts[name].axes] if name in self.layouts else []
+                axes += ["pipe"] if self.stages is not None and self.stages.pipe > 1 and name in self.placed else []
+                where = ", ".join(f"{axis}={self.mesh.coordinate(rank, axis)}" for axis in axes)
+                found.setdefault(where, {})[name] = local(tensor)
+        return {
+            f"{PARAMETERS} at {where}" if where else f"{PARAMETERS} at all coordinates": tensor_digest(t)
+            for where, t in found.items()
+        }
 
     def _hold(self, tensor: Tensor, layout: Layout, comm: Comm) -> Tensor:
         """The tensor that takes the place of a whole one: itself, holding a shard, or a DTensor."""

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from .cosmoflow import CosmoFlow, CosmoFlowMlperf
+from .resnet2d import ResNet2d, resnet_110, resnet_1001, resnet_4997
 from .resnet3d import ResNet3d, resnet3d_18, resnet3d_50
 from .unet3d import UNet3d, UNet3dCicek, UNet3dMlperf
+from .vgg import Vgg16
 from .vnet import VNet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -28,20 +30,33 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "vnet": VNet,
     "resnet3d-18": resnet3d_18,
     "resnet3d-50": resnet3d_50,
+    "resnet-110": resnet_110,
+    "resnet-1001": resnet_1001,
+    "resnet-4997": resnet_4997,
+    "vgg-16": Vgg16,
 }
 
+IMAGES = ("resnet-110", "resnet-1001", "resnet-4997", "vgg-16")
+"""The models that take images, without depth."""
+
 __all__ = [
+    "IMAGES",
     "MODELS",
     "CosmoFlow",
     "CosmoFlowMlperf",
+    "ResNet2d",
     "ResNet3d",
     "UNet3d",
     "UNet3dCicek",
     "UNet3dMlperf",
     "VNet",
+    "Vgg16",
     "build",
     "resnet3d_18",
     "resnet3d_50",
+    "resnet_110",
+    "resnet_1001",
+    "resnet_4997",
 ]
 
 
@@ -50,12 +65,12 @@ def build(name: str, input_shape: Sequence[int] | None = None, **kwargs: object)
 
     Args:
         name: a key of `MODELS`.
-        input_shape: ``(samples, channels, depth, height, width)`` of the inputs to come. Sets
+        input_shape: ``(samples, channels, depth, height, width)`` of the inputs to come (no depth for `IMAGES`). Sets
             ``in_channels`` and, where the model has it, ``input_width``, unless ``kwargs`` do.
         kwargs: passed to the model.
 
     Raises:
-        ValueError: no such model, not five extents, or not a cube where the model takes only cubes.
+        ValueError: no such model, another number of extents, or not a cube where the model takes only cubes.
     """
     make = MODELS.get(name)
     if make is None:
@@ -66,8 +81,9 @@ def build(name: str, input_shape: Sequence[int] | None = None, **kwargs: object)
 
 def _from_shape(name: str, make: Callable[..., nn.Module], shape: Sequence[int]) -> dict[str, object]:
     """Name the arguments of ``make`` that the input's shape determines."""
-    if len(shape) != 5:
-        raise ValueError(f"input_shape is (samples, channels, depth, height, width), not {tuple(shape)}")
+    space = ("height", "width") if name in IMAGES else ("depth", "height", "width")
+    if len(shape) != 2 + len(space):
+        raise ValueError(f"input_shape is (samples, channels, {', '.join(space)}), not {tuple(shape)}")
     derived: dict[str, object] = {"in_channels": shape[1]}
     if "input_width" in inspect.signature(make).parameters:
         if len(set(shape[2:])) > 1:
