@@ -29,27 +29,25 @@ def test_processes() -> None:
     assert all(error < 1e-10 for error in halofx.launch(rank_work, 2, backend="processes", timeout=60))
 
 
-def test_torchrun() -> None:
-    text = outcome(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "tests.net_worker",
-            "height=2",
-        ]
-    )
-    assert text.count("EXACT") == text.count("over gloo") == 2
+def torchrun(ranks: int, *arguments: str) -> str:
+    return outcome([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments])
 
 
-def test_mpirun() -> None:
-    mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+def mpirun(ranks: int, *arguments: str) -> str:
+    program = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     pytest.importorskip("mpi4py", reason="needs the extra mpi")
-    if mpirun is None:
+    if program is None:
         pytest.skip("needs mpirun")
-    text = outcome([mpirun, "-n", "4", sys.executable, "-m", "tests.net_worker", "data=2,depth=2"])
+    return outcome([program, "-n", str(ranks), sys.executable, *arguments])
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "height=2"), (4, "pipe=2,channel=2")])
+def test_torchrun(ranks: int, mesh: str) -> None:
+    text = torchrun(ranks, "-m", "tests.net_worker", mesh)
+    assert text.count("EXACT") == text.count("over gloo") == ranks
+
+
+@pytest.mark.parametrize("mesh", ["data=2,depth=2", "pipe=2,channel=2"])
+def test_mpirun(mesh: str) -> None:
+    text = mpirun(4, "-m", "tests.net_worker", mesh)
     assert text.count("EXACT") == text.count("over mpi") == 4

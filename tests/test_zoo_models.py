@@ -23,6 +23,10 @@ TINY: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "vnet": ((1, 2, 9, 8, 11), {"width": 2, "levels": 2, "batchnorm": True}),
     "resnet3d-18": ((2, 1, 8, 17, 16), {"width": 2, "classes": 5}),
     "resnet3d-50": ((2, 3, 17, 16, 18), {"width": 2, "classes": 5, "stem": "7x7x7"}),
+    "resnet-110": ((2, 3, 9, 8), {"width": 2, "blocks": 2, "classes": 5}),
+    "resnet-1001": ((2, 3, 9, 8), {"width": 2, "blocks": 2, "classes": 5}),
+    "resnet-4997": ((2, 3, 9, 8), {"width": 2, "blocks": 1, "classes": 5}),
+    "vgg-16": ((2, 3, 8, 8), {"channels": (2, 0, 3, 3, 0), "hidden": 4, "classes": 5}),
 }
 
 
@@ -58,6 +62,7 @@ def cube(channels: int, extent: int) -> tuple[int, int, int, int, int]:
         ("cosmoflow", cube(4, 256), {}, 9_437_636),
         ("cosmoflow", cube(4, 512), {}, 9_437_636),
         ("cosmoflow", cube(4, 512), {"batchnorm": True}, 9_439_652),
+        ("vgg-16", (1, 3, 32, 32), {}, 33_638_218),
         ("cosmoflow-mlperf", cube(4, 128), {}, 8_907_556),
         ("unet3d", cube(1, 256), {}, 19_070_560),
         ("unet3d-mlperf", cube(1, 128), {}, 31_190_243),
@@ -67,6 +72,16 @@ def cube(channels: int, extent: int) -> tuple[int, int, int, int, int]:
 def test_parameters(name: str, shape: tuple[int, ...], kwargs: dict[str, object], expected: int) -> None:
     net, _ = on_meta(name, shape, **kwargs)
     assert parameters(net) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("resnet-110", 1_742_762), ("resnet-1001", 30_539_498), ("resnet-4997", 152_600_426)]
+)
+def test_parameters_of_keras(name: str, expected: int) -> None:
+    """HyPar-Flow counts as Keras does: running statistics are parameters too."""
+    net, _ = on_meta(name, (1, 3, 32, 32))
+    statistics = sum(b.numel() for key, b in net.named_buffers() if "running" in key)
+    assert parameters(net) + statistics == expected
 
 
 def test_parameters_cicek() -> None:

@@ -98,16 +98,16 @@ class ResNet2d(nn.Module):
         return self.head(self.pool(x).flatten(1))  # type: ignore[no-any-return]
 
 
-def resnet_110(**kwargs: int) -> ResNet2d:
+def resnet_110(in_channels: int = 3, classes: int = 10, width: int = 16, blocks: int = 18) -> ResNet2d:
     """Version 1 with 110 layers."""
-    return ResNet2d(**{"version": 1, "blocks": 18, **kwargs})
+    return ResNet2d(1, blocks, in_channels, classes, width)
 
 
-def resnet_1001(**kwargs: int) -> ResNet2d:
+def resnet_1001(in_channels: int = 3, classes: int = 10, width: int = 16, blocks: int = 111) -> ResNet2d:
     """Version 2 with 1,001 layers, 30 million parameters."""
-    return ResNet2d(**{"version": 2, "blocks": 111, **kwargs})
+    return ResNet2d(2, blocks, in_channels, classes, width)
 
 
-def resnet_4997(**kwargs: int) -> ResNet2d:
+def resnet_4997(in_channels: int = 3, classes: int = 10, width: int = 16, blocks: int = 555) -> ResNet2d:
     """Version 2 with 4,997 layers: HyPar-Flow's network of about 5,000."""
-    return ResNet2d(**{"version": 2, "blocks": 555, **kwargs})
+    return ResNet2d(2, blocks, in_channels, classes, width)
