@@ -145,6 +145,12 @@ class Out:
     y: Tensor
 
 
+def test_torch_prints_no_traceback_of_what_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    text = refused(Model(lambda m, x: x + torch.ones(3)), image())
+    assert "the forward fails" in text and "broadcast" in text
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_inputs_and_outputs_without_known_structure() -> None:
     assert "an output of the model is a Out that holds tensors" in refused(Model(lambda m, x: Out(x)), image())
     assert "an input of the model is a Out that holds tensors" in refused(Model(lambda m, x: x.y), Out(image()))

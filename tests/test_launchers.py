@@ -30,7 +30,9 @@ def test_processes() -> None:
 
 
 def torchrun(ranks: int, *arguments: str) -> str:
-    return outcome([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments])
+    return outcome(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    )
 
 
 def mpirun(ranks: int, *arguments: str) -> str:

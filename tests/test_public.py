@@ -9,7 +9,10 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
+import halofx
+from halofx.arguments import parse_mesh
 from tests.public import zoo
 from tests.public.run import MESHES, MODES, REFUSED, apart
 from tests.public.table import DOC, RESULTS, page
@@ -52,6 +55,37 @@ def check(name: str, mesh: str, mode: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str) -> None:
     check(name, *FAMILIES[name])
+
+
+AXES = {  # meshes with channels and stages, and the micro-batches
+    "channel=2": 1, "channel=4": 1, "channel=2,height=2": 1, "pipe=2": 2, "pipe=3,depth=2": 2, "pipe=2,data=2,depth=2": 2,
+    "pipe=2,channel=2": 1, "pipe=2,data=2,channel=2,depth=2": 1, "pipe=2,data=2,channel=2,depth=2,height=2": 1,
+}  # fmt: skip
+
+
+def _monai(name: str) -> tuple[torch.nn.Module, tuple[int, ...]]:
+    from monai.networks import nets
+
+    torch.manual_seed(0)
+    if name == "UNet":
+        return nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=1), (4, 1, 16, 16, 12)
+    if name == "SegResNet":
+        return nets.SegResNet(3, 8, 1, 2, norm=("GROUP", {"num_groups": 2})), (4, 1, 16, 16, 16)
+    return nets.DenseNet121(3, 1, 2, init_features=8, growth_rate=4, block_config=(2, 2, 2, 2)), (4, 1, 32, 32, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _installed("monai"), reason="not installed: pip install --no-deps -r tests/public/ci.txt")
+@pytest.mark.parametrize("name", ["UNet", "SegResNet", "DenseNet121"])
+def test_every_axis(name: str) -> None:
+    """Stages, channels and mixes, on up to 32 ranks; batch norms keep whole batches, so they train unless micro-batches are 2."""
+    model, shape = _monai(name)
+    x = torch.randn(shape, dtype=torch.float64)
+    for mesh, micro in AXES.items():
+        model.train(micro == 1 or name != "DenseNet121")
+        checked = halofx.check(model.double(), [x], parse_mesh(mesh), microbatches=micro)
+        assert checked.status == "exact" and checked.error < 1e-10, f"{mesh}: {checked.verdict}"
 
 
 @pytest.mark.models

@@ -8,6 +8,7 @@ the new buffers are reported, for they become updates of the program.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import sys
@@ -187,7 +188,8 @@ def plain_world() -> Iterator[list[str]]:
             stack.enter_context(_python_random(notes))
             if "torch._dynamo" in sys.modules:  # compiled parts of the model run as they are written
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for owner, name, ours in _bypassed():
+            log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints tracebacks of what we explain
+            for owner, name, ours in (*_bypassed(), (log, "exception", lambda *args, **kwargs: None)):
                 stack.enter_context(_patched(owner, name, ours))
             yield notes
     finally:
