@@ -23,7 +23,6 @@ from halofx.compiler.facts import (
 )
 from halofx.compiler.index_map import length
 from halofx.compiler.interval import blocks
-from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, transfer, vary, vary_all
 from halofx.compiler.program import Program
@@ -88,21 +87,12 @@ def _once(program: Program, count: tuple[int, int], once: bool) -> tuple[int, in
 
 
 def _reduced(mesh: Mesh, source: fx.Node, rows: int = 1) -> tuple[int, int]:
+    """Messages and bytes if every rank that holds something of a value sends it once."""
     layout, shape = layout_of(source), held_extents(source)
-    counts = [math.prod(layout.local_shape(shape, mesh, rank)) for rank in _representatives(mesh, layout)]
-    repeat = mesh.size // max(1, len(counts))
-    sent = [n * rows * val(source).element_size() for n in counts if n]
-    return len(sent) * repeat, sum(sent) * repeat
-
-
-def _representatives(mesh: Mesh, layout: Layout) -> list[int]:
-    """One rank for every combination of coordinates on the axes that split a value."""
-    return sorted(
-        {
-            mesh.rank({a: mesh.coordinate(r, a) for a in layout.split if a})
-            for r in mesh.group(0, [a for a in layout.split if a])
-        }
-    )
+    split = [(n, mesh[axis]) for n, axis in zip(shape, layout.split, strict=True) if axis]
+    repeat = mesh.size // math.prod(parts for _, parts in split)
+    sending = math.prod(sum(1 for b in blocks(n, parts) if b) for n, parts in split) if math.prod(shape) else 0
+    return sending * repeat, math.prod(shape) * rows * val(source).element_size() * repeat
 
 
 def held_extents(node: fx.Node) -> tuple[int, ...]:

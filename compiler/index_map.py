@@ -10,11 +10,12 @@ border are one thing. Nothing outside the op rules knows what a stride is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
-from halofx.compiler.interval import Interval
+from halofx.compiler.interval import Interval, Parts, blocks
 
 Edge = Literal["fill", "clip", "replicate", "reflect", "circular"]
 
@@ -179,6 +180,20 @@ class Everything:
 
     def read(self, out: Interval, extent: int) -> Indices:
         return span(Interval(0, extent)) if out else ()
+
+
+def block_reads(index_map: DimMap, outs: int, extent: int, parts: int) -> tuple[Indices, ...]:
+    """What the canonical blocks of ``outs`` indices read of a dim of ``extent`` indices. Layers repeat: remembered."""
+    read = (
+        _block_reads if isinstance(index_map, Hashable) else _block_reads.__wrapped__
+    )  # a rule's own map may be either
+    return read(index_map, outs, extent, int(parts), parts.inner if isinstance(parts, Parts) else 1)
+
+
+@lru_cache(maxsize=1024)
+def _block_reads(index_map: Any, outs: int, extent: int, count: int, inner: int) -> tuple[Indices, ...]:
+    parts = Parts(count // inner, inner) if inner > 1 else count
+    return tuple(index_map.read(block, extent) for block in blocks(outs, parts))
 
 
 def resolve(need: Interval, extent: int, edge: Edge) -> Indices:

@@ -67,8 +67,12 @@ def blocks(extent: int, parts: int) -> tuple[Interval, ...]:
     inner = parts.inner if isinstance(parts, Parts) else 1
     if inner == 1:
         return _blocks(extent, int(parts))
-    outer = _blocks(extent, int(parts) // inner)
-    return tuple(b.shift(whole.start) for whole in outer for b in _blocks(len(whole), inner))
+    return _nested(extent, int(parts) // inner, inner)
+
+
+@lru_cache(maxsize=4096)
+def _nested(extent: int, outer: int, inner: int) -> tuple[Interval, ...]:
+    return tuple(b.shift(whole.start) for whole in _blocks(extent, outer) for b in _blocks(len(whole), inner))
 
 
 @lru_cache(maxsize=4096)

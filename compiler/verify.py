@@ -16,8 +16,8 @@ from halofx.compiler.facts import (
     move_of,
     source_of,
 )
-from halofx.compiler.index_map import span
-from halofx.compiler.interval import Interval, blocks
+from halofx.compiler.index_map import IDENTITY, Indices, block_reads, span
+from halofx.compiler.interval import Interval
 from halofx.compiler.primitives import all_reduce, redistribute, reduce_scatter, transfer, vary, vary_all
 from halofx.compiler.program import Program
 
@@ -49,34 +49,43 @@ def _held_as_read(program: Program, node: fx.Node, key: str, source: fx.Node) ->
     for dim, axis in enumerate(layout.split):
         name = bound.name_of(key, dim)
         wanted = node.meta["split"].get(name) if name is not None else None
+        extent = bound.call.tensors[key].shape[dim]
+        every = span(Interval(0, extent))
         if axis is not None and wanted is None and axis in node.meta["split"].values():
-            extent = bound.call.tensors[key].shape[dim]
-            every = span(Interval(0, extent))
-            assert all(read == every for read in _reads(program, source, dim, axis, extent)), f"{label_of(node)}: {key}"
+            held = _moved(source, dim, axis)
+            assert held is not None and all(read == every for read in held), f"{label_of(node)}: {key}"
             continue
         if wanted is None or name is None:
             assert axis is None, f"{label_of(node)} reads {key} dim {dim} whole, it is held over {axis}"
             continue
         factor = bound.factors[name]
         index_map = next(m for k, d, m in factor.ins if k == key and d == dim)
-        extent = bound.call.tensors[key].shape[dim]
-        reads = tuple(index_map.read(b, extent) for b in blocks(factor.extent, program.mesh[wanted]))
-        if axis is None and all(read == span(Interval(0, extent)) for read in reads):
+        parts = program.mesh[wanted]
+        reads = block_reads(index_map, factor.extent, extent, parts)
+        whole, canonical = _kind(reads, extent, parts)
+        if axis is None and whole:
             continue
         assert axis == wanted, f"{label_of(node)} reads {key} dim {dim} split over {wanted}, it is held over {axis}"
-        assert reads == _reads(program, source, dim, wanted, extent), (
-            f"{label_of(node)}: {key} dim {dim} is not as read"
-        )
+        held = _moved(source, dim, wanted)
+        as_read = canonical if held is None else reads == held
+        assert as_read, f"{label_of(node)}: {key} dim {dim} is not as read"
 
 
-def _reads(program: Program, node: fx.Node, dim: int, axis: str, extent: int) -> tuple[object, ...]:
-    """What the coordinates of an axis hold of one dim."""
+def _kind(reads: tuple[Indices, ...], extent: int, parts: int) -> tuple[bool, bool]:
+    """Whether everybody reads everything, and whether everybody reads its own block."""
+    own = block_reads(IDENTITY, extent, extent, parts)
+    every = span(Interval(0, extent))
+    return all(read == every for read in reads), reads is own or reads == own
+
+
+def _moved(node: fx.Node, dim: int, axis: str) -> tuple[object, ...] | None:
+    """What a movement has brought to the coordinates of an axis of one dim; None where they hold their own blocks."""
     while calls(node, redistribute, transfer, vary):
         move = move_of(node)
         if move is not None and move.need == dim and move.axis == axis:
             return tuple(move.reads)
         node = source_of(node)
-    return tuple(span(b) for b in blocks(extent, program.mesh[axis]))
+    return None
 
 
 def _marked(node: fx.Node, key: str, source: fx.Node) -> None:

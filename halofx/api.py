@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from halofx import passes
 from halofx.compiler.capture import capture
@@ -30,6 +34,39 @@ def build(
     program.stages = plan
     program.options.update(options or {}, frozen=frozen(model, loss), loss=loss is not None)
     return passes.run(program)
+
+
+_build: ContextVar[Callable[..., Program]] = ContextVar("build", default=build)
+
+
+class SameEverywhere:
+    """For threads that all compile the same model: inside ``with``, the first that wants a program builds it for all.
+
+    Without it every rank compiles by itself, as processes do, and the ranks compare the programs.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.programs = threading.Lock(), dict[str, Program]()
+
+    def _build(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh, *,
+        options: Mapping[str, Any], **rest: Any,
+    ) -> Program:  # fmt: skip
+        shapes = tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, Tensor) else v, (args, kwargs, rest))
+        key = f"{model.training} {mesh} {shapes} {sorted(options.items())}"
+        with self.lock:
+            if key not in self.programs:
+                self.programs[key] = build(model, args, kwargs, mesh, options=options, **rest)
+            return self.programs[key]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """In this thread."""
+        token = _build.set(self._build)
+        try:
+            yield
+        finally:
+            _build.reset(token)
 
 
 def stages_of(mesh: Mesh, options: Mapping[str, Any], loss: object) -> Stages | None:
@@ -110,4 +147,4 @@ def compile(
         raise ValueError(f"batchnorm={batchnorm!r} is neither 'global' nor 'replica'")
     options: dict[str, Any] = {"layouts": layouts, "strict": strict, "thin": thin, "seed": seed, "bucket": bucket}
     options |= {"batchnorm": batchnorm, "microbatches": microbatches, "schedule": schedule, "stages": stages}
-    return Net(model, mesh, build, loss, inputs, targets, options)
+    return Net(model, mesh, _build.get(), loss, inputs, targets, options)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halofx.api import compile
+from halofx.api import SameEverywhere, compile
 from halofx.compiler.errors import MeshError
 from halofx.compiler.mesh import Mesh
 from halofx.runtime.comm import current
@@ -99,7 +99,13 @@ def fit(
         raise MeshError(
             f"{mesh!r} has {mesh.size} ranks, the world has {current().size}; start as many, or change the numbers"
         )
-    history, state = launch(lambda _: _train(copy.deepcopy(model), data, job), mesh)[0]
+    same = SameEverywhere()
+
+    def rank(_: int) -> tuple[History, dict[str, Tensor]]:
+        with same():
+            return _train(copy.deepcopy(model), data, job)
+
+    history, state = launch(rank, mesh)[0]
     model.load_state_dict(state)
     return history
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from halofx.compiler.emit import label_of, operand_nodes, set_operands
 from halofx.compiler.facts import bound_of, is_op, layout_of, set_layout, shape_of
-from halofx.compiler.index_map import Indices, span
+from halofx.compiler.index_map import Indices, block_reads, span
 from halofx.compiler.interval import Interval, blocks
 from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
@@ -85,8 +85,7 @@ def needs(mesh: Mesh, node: fx.Node, key: str) -> Need:
             extent = bound.call.tensors[key].shape[dim]
             axis, held = node.meta["split"].get(name), layout_of(source).split[dim]
             if axis is not None:
-                parts = blocks(factor.extent, mesh[axis])
-                found[axis] = (dim, dim, tuple(index_map.read(block, extent) for block in parts))
+                found[axis] = (dim, dim, block_reads(index_map, factor.extent, extent, mesh[axis]))
             elif name in node.meta["fetched"] and held is not None:
                 read = index_map.read(Interval(0, factor.extent), extent)
                 found[held] = (None, dim, (read,) * mesh[held])
