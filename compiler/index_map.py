@@ -184,10 +184,10 @@ class Everything:
 
 def block_reads(index_map: DimMap, outs: int, extent: int, parts: int) -> tuple[Indices, ...]:
     """What the canonical blocks of ``outs`` indices read of a dim of ``extent`` indices. Layers repeat: remembered."""
-    read = (
-        _block_reads if isinstance(index_map, Hashable) else _block_reads.__wrapped__
-    )  # a rule's own map may be either
-    return read(index_map, outs, extent, int(parts), parts.inner if isinstance(parts, Parts) else 1)
+    inner = parts.inner if isinstance(parts, Parts) else 1
+    if isinstance(index_map, Hashable):
+        return _block_reads(index_map, outs, extent, int(parts), inner)
+    return tuple(index_map.read(block, extent) for block in blocks(outs, parts))  # a rule may have a map of its own
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,9 @@ def insert_movements(program: Program) -> None:
     if program.options.get("loss"):
         outputs = tuple(_leave(program, node, {}) for node in outputs)
     buffers = {str(n.meta["state"]): n for n in program.placeholders("state")}
-    wanted = [_blocks_of(program, buffers[name]) for name in program.updates]
+    wanted = [
+        _blocks_of(program, buffers[name]) if name in buffers else {} for name in program.updates
+    ]  # {}: only written
     updates = tuple(_leave(program, node, need) for node, need in zip(updates, wanted, strict=True))
     program.output_node().args = ((outputs, updates),)
 

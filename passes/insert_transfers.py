@@ -32,8 +32,11 @@ def insert_transfers(program: Program) -> None:
     for node in reversed(nodes):
         if node.meta.get("stage") is None:
             node.meta["stage"] = min(
-                (u.meta["stage"] for u in node.users if u.meta.get("stage") is not None), default=0
+                (u.meta["stage"] for u in node.users if u.meta.get("stage") is not None), default=None
             )
+    for node in nodes:  # what no op uses, the new value of a buffer, stays where it was made
+        if node.meta["stage"] is None:
+            node.meta["stage"] = max((n.meta.get("stage") or 0 for n in node.all_input_nodes), default=0)
     for node in nodes:  # what follows the sum over all micro-batches runs once, at the end
         if node.meta.get("after"):
             node.meta["stage"] = last

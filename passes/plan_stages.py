@@ -32,8 +32,10 @@ def plan_stages(program: Program) -> None:
     for first, (start, stop) in enumerate(pairwise([*_starts(program, ops, count), len(ops)])):
         for node in ops[start:stop]:
             node.meta["stage"] = first
+    made = {name: n.meta.get("stage", 0) for name, n in zip(program.updates, program.results()[1], strict=True)}
     for node in program.placeholders("state"):
-        node.meta["stage"] = min((n.meta["stage"] for n in node.users if "stage" in n.meta), default=0)
+        written = made.get(str(node.meta["state"]), 0)
+        node.meta["stage"] = min((n.meta["stage"] for n in node.users if "stage" in n.meta), default=written)
 
 
 def _starts(program: Program, ops: Sequence[fx.Node], count: int) -> list[int]:
@@ -77,8 +79,9 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
 
 
 def _layers(ops: Sequence[fx.Node]) -> list[int]:
-    """The index of the first op of every layer: of every call of a leaf module."""
+    """The index of the first op of every layer: of every call of a leaf module. The loss belongs to the last."""
     paths = [str(node.meta.get("module") or "") for node in ops]
+    paths = ["" if path.partition(".")[0] == "loss" else path for path in paths]
     parents = {path.rpartition(".")[0] for path in paths} | {""}
     while more := {p.rpartition(".")[0] for p in parents} - parents:
         parents |= more

@@ -91,6 +91,8 @@ class State:
                     comm.rank, "pipe"
                 )
                 made[id(tensor)] = self._hold(tensor, layout, comm) if here else _absent(tensor)
+        for name, node in zip(program.updates, program.results()[1], strict=True):  # buffers that are only written
+            self.placed.setdefault(name, int(node.meta.get("stage", 0)))
         self.stages = program.stages
         for module in (self.model, self.loss):
             if isinstance(module, nn.Module):

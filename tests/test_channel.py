@@ -220,3 +220,27 @@ def test_processes_hold_dtensors_and_resume_on_another_mesh(tmp_path: Path) -> N
     expected = worker.last_state(0)
     for state in states:
         assert all(relative(state[n].double(), v.double()) < 1e-9 for n, v in expected.items())
+
+
+class Notes(nn.Module):
+    """Writes to a buffer that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 4, 3, padding=1)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        self.seen = y.detach().mean((0, 2, 3, 4))
+        return y
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"depth": 2}, {"channel": 2}, {"pipe": 2}, {"pipe": 2, "channel": 2, "depth": 2}], ids=str
+)
+def test_a_buffer_that_is_only_written(sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Notes(), nn.ReLU()).double(), torch.randn(2, 1, 6, 5, 4, dtype=torch.float64)
+    found = halofx.check(model, [x], halofx.Mesh(**sizes))
+    assert found.exact and "1 buffer" in found.verdict, found.verdict

@@ -169,7 +169,8 @@ def _alone(job: Job, program: Program, tensors: Sequence[Tensor], cotangents: Se
             outs = tensors_of(out if job.loss is None else job.loss(out, *targets))
             seen = Seen({f"output {i}": y.detach() for i, y in enumerate(outs)})
             # Now, because a checkpointed block would update them again in the backward pass.
-            seen.tensors |= {f"buffer {n}": b.detach().clone() for n, b in buffers.items()}
+            after = state_of(roots_of(job.model, job.loss))  # a forward may put other tensors in their places
+            seen.tensors |= {f"buffer {n}": after[n].detach().clone() for n in buffers if n in after}
             parameters = {n: p for n, p in job.state.items() if isinstance(p, nn.Parameter) and p.requires_grad}
             inputs = {f"input {n.meta['input']}": x for n, x in zip(program.placeholders("input"), leaves, strict=True)}
             asked = {**parameters, **{n: x for n, x in inputs.items() if x.requires_grad}}
@@ -183,6 +184,10 @@ def _alone(job: Job, program: Program, tensors: Sequence[Tensor], cotangents: Se
         with torch.no_grad():
             for name, value in before.items():
                 buffers[name].detach().copy_(value)
+                prefix, _, last = name.removeprefix("loss.").rpartition(".")
+                root = job.loss if name.startswith("loss.") and isinstance(job.loss, nn.Module) else job.model
+                held = root.get_submodule(prefix)._buffers
+                held.update({last: buffers[name]} if last in held else {})
 
 
 def _replace(tree: Any, leaves: Sequence[Tensor]) -> Any:
