@@ -87,8 +87,7 @@ def compare(
 ) -> None:
     """Sequential, data-, model- and hybrid-parallel training of the same network on the same batches.
 
-    In float64, since training a deep ResNet magnifies every rounding: in float32 two runs of one device with other numbers of
-    threads differ after some steps as much as two strategies do.
+    In float64, since training a deep ResNet magnifies every rounding: in float32 the losses part after a few steps.
     """
     for strategy, partitions, replicas in (("model", 1, 1), ("data", 1, 2), ("model", 4, 1), ("hybrid", 2, 2)):
         train(model, strategy, partitions, replicas, epochs, batch, lr=lr, double=double)
