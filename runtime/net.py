@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,7 +68,10 @@ class Net(nn.Module):
         if self.loss is not None:
             cut = self.count if self.count is not None else len(args) - 1
             args, targets = args[:cut], args[cut:]
-        return self.instances.run(comm, Request(args, kwargs, targets, self.model.training))
+        run = self.instances.run
+        if "torch._dynamo" in sys.modules:  # torch.compile(net) compiles nothing inside: Dynamo knows no threads
+            run = torch.compiler.disable(run)
+        return run(comm, Request(args, kwargs, targets, self.model.training))
 
     @torch.no_grad()
     def predict(self, *inputs: Any, **kwargs: Any) -> Any:
