@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,7 +81,9 @@ def _value(target: Any, args: Any, kwargs: Any) -> Any:
     """The result of an op on fake tensors; of equal calls in one capture the same: layers repeat, and fakes are slow."""
     leaves, spec = tree_flatten((args, kwargs))
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    known = _VALUES.setdefault(mode, {}) if mode is not None else {}
+    known: dict[Any, Any] = (
+        vars(mode).setdefault("_halofx_values", {}) if mode is not None else {}
+    )  # lives as long as it
     described = [
         (tuple(v.shape), v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), repr(v))
         for v in leaves
@@ -92,10 +93,6 @@ def _value(target: Any, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             known[key] = target(*args, **kwargs)
     return known[key]
-
-
-_VALUES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""What ops make of fake tensors, by the mode of a capture."""
 
 
 def identifier(label: str) -> str:

@@ -1,7 +1,7 @@
 """HyPar-Flow's experiments (Awan et al., ISC 2020, arXiv 1911.05146) with one call: data, model and hybrid parallelism.
 
     python -m examples.hyparflow                                          sequential and three strategies: the same accuracy
-    python -m examples.hyparflow train --model resnet-1001 --partitions 48 --strategy model --steps 1
+    python -m examples.hyparflow train --partitions 4 --strategy model
     python -m examples.hyparflow count                                    48 partitions x 512 replicas, counted in one process
     torchrun --nproc-per-node 4 -m examples.hyparflow train --partitions 2 --replicas 2
 

@@ -22,6 +22,9 @@ Strategy = Literal["data", "model", "hybrid"]
 Data = tuple[Tensor, Tensor]
 """Inputs [N, ...] and targets [N, ...]."""
 
+_FURTHER = ("channel", "depth", "height", "width")
+"""Axes beside partitions and replicas."""
+
 
 @dataclass
 class History:
@@ -32,7 +35,9 @@ class History:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Job:
+    """What the ranks of one call of `fit` do."""
+
     mesh: Mesh
     epochs: int
     batch_size: int
@@ -83,65 +88,57 @@ def fit(
 
     Raises `MeshError` for a strategy that does not fit the numbers, or a world of another size.
     """
-    plan = _plan(
-        num_partitions, num_replicas, strategy, epochs, batch_size, loss, optimizer, layers, microbatches, schedule
-    )
-    axes = {axis: options.pop(axis) for axis in ("channel", "depth", "height", "width") if axis in options}
-    mesh = Mesh(pipe=num_partitions, data=num_replicas, **axes)
-    job = _Plan(
-        mesh, seed=seed, validation=validation, options={**plan.pop("options"), **options, "seed": seed}, **plan
-    )
+    _check_strategy(strategy, num_partitions, num_replicas)
+    mesh = Mesh(pipe=num_partitions, data=num_replicas, **{a: options.pop(a) for a in _FURTHER if a in options})
+    micro = microbatches if microbatches is not None else min(num_partitions, max(1, batch_size // num_replicas))
+    options |= {"stages": layers, "microbatches": micro, "schedule": schedule, "seed": seed}
+    job = _Job(mesh, epochs, batch_size, loss, optimizer or torch.optim.Adam, seed, validation, options)
     if batch_size > len(data[0]):
         raise MeshError(f"batch_size={batch_size} is more than the {len(data[0])} samples; make it smaller")
-    if current().size == mesh.size:
-        return _train(model, data, job)[0]
-    if current().size > 1:
+    if current().size not in (1, mesh.size):
         raise MeshError(
             f"{mesh!r} has {mesh.size} ranks, the world has {current().size}; start as many, or change the numbers"
         )
+    return _train(model, data, job)[0] if current().size == mesh.size else _train_on_threads(model, data, job)
+
+
+def _train_on_threads(model: nn.Module, data: Data, job: _Job) -> History:
     same = SameEverywhere()
 
     def rank(_: int) -> tuple[History, dict[str, Tensor]]:
         with same():
             return _train(copy.deepcopy(model), data, job)
 
-    history, state = launch(rank, mesh)[0]
+    history, state = launch(rank, job.mesh)[0]
     model.load_state_dict(state)
     return history
 
 
-def _plan(
-    partitions: int, replicas: int, strategy: str, epochs: int, batch_size: int, loss: Any, optimizer: Any, layers: Any,
-    microbatches: int | None, schedule: str | None,
-) -> dict[str, Any]:  # fmt: skip
+def _check_strategy(strategy: str, partitions: int, replicas: int) -> None:
     if strategy not in ("data", "model", "hybrid"):
         raise MeshError(f"strategy={strategy!r} is none of data, model, hybrid")
     for name, count, alone in (("num_partitions", partitions, "data"), ("num_replicas", replicas, "model")):
         if strategy == alone and count != 1:
             raise MeshError(f"strategy={strategy!r} has {name}=1, not {count}; use strategy='hybrid' for both")
-    micro = microbatches if microbatches is not None else min(partitions, max(1, batch_size // replicas))
-    options = {"stages": layers, "microbatches": micro, "schedule": schedule}
-    made = optimizer if optimizer is not None else torch.optim.Adam
-    return {"epochs": epochs, "batch_size": batch_size, "loss": loss, "optimizer": made, "options": options}
 
 
-def _train(model: nn.Module, data: Data, plan: _Plan) -> tuple[History, dict[str, Tensor]]:
+def _train(model: nn.Module, data: Data, job: _Job) -> tuple[History, dict[str, Tensor]]:
     """What every rank does."""
     x, y = data
-    n = plan.batch_size
+    n = job.batch_size
     batch = [torch.empty(n, *t.shape[1:], dtype=t.dtype, device="meta") for t in data]
-    net = compile(model.train(), plan.mesh, inputs=batch[:1], loss=plan.loss, targets=batch[1:], **plan.options)
-    optimizer, history = plan.optimizer(net.parameters()), History()
-    for epoch in range(plan.epochs):
+    net = compile(model.train(), job.mesh, inputs=batch[:1], loss=job.loss, targets=batch[1:], **job.options)
+    optimizer, history = job.optimizer(net.parameters()), History()
+    for epoch in range(job.epochs):
         net.train()
-        for index in _batches(len(x), n, plan.seed + epoch):
+        for index in _batches(len(x), n, job.seed + epoch):
             optimizer.zero_grad()
             value = net(net.shard(x[index]), net.shard_target(y[index]))
             value.backward()
             optimizer.step()
             history.losses.append(float(value.detach()))
-        if plan.validation is not None:
-            history.accuracy.append(_accuracy(net, plan.validation, n))
+        if job.validation is not None:
+            history.accuracy.append(_accuracy(net, job.validation, n))
     return history, net.full_state_dict()
 
 

@@ -14,8 +14,8 @@ from torch import fx
 
 from halofx.compiler.emit import label_of, operand_nodes, set_operands
 from halofx.compiler.facts import bound_of, is_op, layout_of, set_layout, shape_of
-from halofx.compiler.index_map import Indices, block_reads, span
-from halofx.compiler.interval import Interval, blocks
+from halofx.compiler.index_map import IDENTITY, Indices, block_reads, span
+from halofx.compiler.interval import Interval
 from halofx.compiler.layout import Layout
 from halofx.compiler.mesh import Mesh
 from halofx.compiler.primitives import redistribute
@@ -35,9 +35,7 @@ def insert_movements(program: Program) -> None:
     if program.options.get("loss"):
         outputs = tuple(_leave(program, node, {}) for node in outputs)
     buffers = {str(n.meta["state"]): n for n in program.placeholders("state")}
-    wanted = [
-        _blocks_of(program, buffers[name]) if name in buffers else {} for name in program.updates
-    ]  # {}: only written
+    wanted = [_blocks_of(program, buffers.get(name)) for name in program.updates]
     updates = tuple(_leave(program, node, need) for node, need in zip(updates, wanted, strict=True))
     program.output_node().args = ((outputs, updates),)
 
@@ -47,11 +45,13 @@ def _leave(program: Program, node: fx.Node, need: Need) -> fx.Node:
         return move(program, node, need, f"{label_of(node)}.whole", 0.0)
 
 
-def _blocks_of(program: Program, node: fx.Node) -> Need:
-    """The layout of a value as a need."""
-    split = [(dim, axis) for dim, axis in enumerate(layout_of(node).split) if axis]
-    parts = {axis: blocks(shape_of(node)[dim], program.mesh[axis]) for dim, axis in split}
-    return {axis: (dim, dim, tuple(span(b) for b in parts[axis])) for dim, axis in split}
+def _blocks_of(program: Program, buffer: fx.Node | None) -> Need:
+    """The layout of a buffer as a need; None is a buffer that is only written, and whole."""
+    if buffer is None:
+        return {}
+    split = [(dim, axis) for dim, axis in enumerate(layout_of(buffer).split) if axis]
+    extents = shape_of(buffer)
+    return {a: (d, d, block_reads(IDENTITY, extents[d], extents[d], program.mesh[a])) for d, a in split}
 
 
 def _feed(program: Program, node: fx.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class Net(nn.Module):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        loss = _own(loss)
         self.__dict__["model"], self.__dict__["loss"] = model, loss
         for name in ("_parameters", "_buffers", "_modules"):
             self.__dict__[name] = getattr(model, name)
@@ -232,3 +234,14 @@ class Net(nn.Module):
             self.loss._apply(fn, recurse)
         self.instances.clear()
         return self
+
+
+def _own(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """A loss for this rank alone: threads share what they did not copy, and a rank may hold only part of its weights.
+
+    A loss that is trained stays the caller's object: whoever trains it on threads makes one in every thread, as the model.
+    """
+    comm = current()
+    if comm.name != "threads" or comm.size == 1 or not isinstance(loss, nn.Module):
+        return loss
+    return loss if any(p.requires_grad for p in loss.parameters()) else copy.deepcopy(loss)

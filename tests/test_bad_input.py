@@ -134,6 +134,23 @@ def test_ranks_with_other_parameters(model: nn.Module) -> None:
     everywhere(run, 2, halofx.RankError, "disagree on the parameters", "torch.manual_seed(0)")
 
 
+def test_a_loss_with_weights_that_threads_share() -> None:
+    """Every rank captures and holds one of its own: none sees another's fakes or parts, ten times over."""
+    model = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 4, 1)).double()
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 0.5, 2.0, 1.0], dtype=torch.float64))
+    x, y = torch.randn(2, 1, 4, 4, 4, dtype=torch.float64), torch.randint(0, 4, (2, 4, 4, 4))
+    expected = loss(model(x), y)
+    for sizes in ({"channel": 4}, {"pipe": 2}, {"data": 2, "channel": 2}, {"pipe": 2, "channel": 2}, {"depth": 4}) * 2:
+        mesh = halofx.Mesh(**sizes)
+
+        def run(rank: int, mesh: halofx.Mesh = mesh) -> Tensor:
+            net = halofx.compile(copy.deepcopy(model), mesh, inputs=[x.shape], loss=loss, targets=[y])
+            return net(net.shard(x), net.shard_target(y)).detach()
+
+        assert all(abs(value - expected) < 1e-12 for value in halofx.launch(run, mesh))
+        assert loss.weight is not None and loss.weight.shape == (4,)
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

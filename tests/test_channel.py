@@ -140,9 +140,8 @@ def test_state_goes_from_mesh_to_mesh() -> None:
         assert all(torch.equal(state[n], v) for n, v in model.state_dict().items())
 
     def load(rank: int) -> Tensor:
-        net = halofx.compile(
-            TinyUNet().double().eval(), halofx.Mesh(channel=2, depth=2), inputs=[x.shape]
-        )  # any weights
+        own = TinyUNet().double().eval()  # every rank its own random weights
+        net = halofx.compile(own, halofx.Mesh(channel=2, depth=2), inputs=[x.shape])
         assert not net.load_state_dict(states[0]).missing_keys
         shards = net.state_dict()
         net.load_state_dict(shards)

@@ -308,9 +308,8 @@ def test_parameters_exist_on_their_stage_only_and_go_from_mesh_to_mesh() -> None
         assert all(torch.equal(state[n], v) for n, v in model.state_dict().items())
 
     def load(rank: int) -> Tensor:
-        net = halofx.compile(
-            UNET().double(), halofx.Mesh(pipe=3), inputs=[x.shape]
-        )  # every rank its own random weights
+        own = UNET().double()  # every rank its own random weights
+        net = halofx.compile(own, halofx.Mesh(pipe=3), inputs=[x.shape])
         net.load_state_dict(found[0][1])
         net.eval()
         return net.gather(net(net.shard(x)))

@@ -84,15 +84,22 @@ def lend(roots: dict[str, nn.Module], state: dict[str, Tensor], fakes: dict[str,
     """Put fake tensors in the places of parameters and buffers; on leaving, note what changed and restore all."""
     by_id = {id(tensor): fakes[key] for key, tensor in state.items()}
     keys = {id(fakes[key]): key for key in state}
-    saved = [_save(module, path) for path, module in _modules(roots)]
     changes = Changes()
-    try:
+    with put_back(roots) as saved:
         for item in saved:
             _lend_one(item, by_id)
         lent = [_save(item.module, item.path) for item in saved]
         yield changes
         for item in lent:
             _note_changes(item, keys, changes)
+
+
+@contextmanager
+def put_back(roots: dict[str, nn.Module]) -> Iterator[list[_Saved]]:
+    """On leaving, every module has the attributes that it had; the values of tensors are not touched."""
+    saved = [_save(module, path) for path, module in _modules(roots)]
+    try:
+        yield saved
     finally:
         for item in saved:
             _restore(item)

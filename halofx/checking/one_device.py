@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halofx.api import build
 from halofx.checking.compare import compare, eps_of, error_of
-from halofx.compiler.capture.state import roots_of, state_of
+from halofx.compiler.capture.state import put_back, roots_of, state_of
 from halofx.compiler.emit import label_of
 from halofx.compiler.errors import CompileError
 from halofx.compiler.mesh import Mesh
@@ -158,36 +158,39 @@ def draw(outs: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _alone(job: Job, program: Program, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> Seen:
-    """Run the model itself; its buffers are put back."""
-    buffers = {n: b for n, b in job.state.items() if not isinstance(b, nn.Parameter)}
-    before = {n: b.detach().clone() for n, b in buffers.items()}
+    """Run the model itself; whatever that changes about it is put back."""
+    roots = roots_of(job.model, job.loss)
+    buffers = {n: b.detach() for n, b in job.state.items() if not isinstance(b, nn.Parameter)}
+    before = {n: b.clone() for n, b in buffers.items()}
     try:
-        with torch.enable_grad():
-            leaves = [leaf(t) for t in tensors]
-            args, kwargs, targets = _replace((job.args, job.kwargs, job.targets), leaves)
-            out = job.model(*args, **kwargs)
-            outs = tensors_of(out if job.loss is None else job.loss(out, *targets))
-            seen = Seen({f"output {i}": y.detach() for i, y in enumerate(outs)})
-            # Now, because a checkpointed block would update them again in the backward pass.
-            after = state_of(roots_of(job.model, job.loss))  # a forward may put other tensors in their places
-            seen.tensors |= {f"buffer {n}": after[n].detach().clone() for n in buffers if n in after}
-            parameters = {n: p for n, p in job.state.items() if isinstance(p, nn.Parameter) and p.requires_grad}
-            inputs = {f"input {n.meta['input']}": x for n, x in zip(program.placeholders("input"), leaves, strict=True)}
-            asked = {**parameters, **{n: x for n, x in inputs.items() if x.requires_grad}}
-            pulls = [(y, c) for y, c in zip(outs, cotangents, strict=True) if c is not None and y.requires_grad]
-            if pulls and asked:
-                ys, cs = zip(*pulls, strict=True)
-                grads = torch.autograd.grad(ys, list(asked.values()), cs, allow_unused=True)
-                seen.tensors |= {f"gradient of {n}": g for n, g in zip(asked, grads, strict=True) if g is not None}
-            return seen
+        with put_back(roots), torch.enable_grad():
+            return _step(job, program, roots, tensors, cotangents)
     finally:
-        with torch.no_grad():
-            for name, value in before.items():
-                buffers[name].detach().copy_(value)
-                prefix, _, last = name.removeprefix("loss.").rpartition(".")
-                root = job.loss if name.startswith("loss.") and isinstance(job.loss, nn.Module) else job.model
-                held = root.get_submodule(prefix)._buffers
-                held.update({last: buffers[name]} if last in held else {})
+        for name, value in before.items():
+            buffers[name].copy_(value)
+
+
+def _step(
+    job: Job, program: Program, roots: dict[str, nn.Module], tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> Seen:  # fmt: skip
+    """Forward, and backward from the cotangents of the outputs."""
+    leaves = [leaf(t) for t in tensors]
+    args, kwargs, targets = _replace((job.args, job.kwargs, job.targets), leaves)
+    out = job.model(*args, **kwargs)
+    outs = tensors_of(out if job.loss is None else job.loss(out, *targets))
+    seen = Seen({f"output {i}": y.detach() for i, y in enumerate(outs)})
+    # Now, because a checkpointed block would update them again in the backward pass.
+    after = {n: t for n, t in state_of(roots).items() if not isinstance(t, nn.Parameter) and n in job.state}
+    seen.tensors |= {f"buffer {n}": t.detach().clone() for n, t in after.items()}
+    parameters = {n: p for n, p in job.state.items() if isinstance(p, nn.Parameter) and p.requires_grad}
+    inputs = {f"input {n.meta['input']}": x for n, x in zip(program.placeholders("input"), leaves, strict=True)}
+    asked = {**parameters, **{n: x for n, x in inputs.items() if x.requires_grad}}
+    pulls = [(y, c) for y, c in zip(outs, cotangents, strict=True) if c is not None and y.requires_grad]
+    if pulls and asked:
+        ys, cs = zip(*pulls, strict=True)
+        grads = torch.autograd.grad(ys, list(asked.values()), cs, allow_unused=True)
+        seen.tensors |= {f"gradient of {n}": g for n, g in zip(asked, grads, strict=True) if g is not None}
+    return seen
 
 
 def _replace(tree: Any, leaves: Sequence[Tensor]) -> Any:
