@@ -124,10 +124,13 @@ def _collect(world: ThreadWorld, outcomes: queue.SimpleQueue[_Outcome], size: in
 
 @contextmanager
 def _shared_cores(size: int) -> Iterator[None]:
-    """Share the intra-op threads out among the ranks, as `init` does among processes."""
+    """Share the intra-op threads out among the ranks, as `init` does among processes.
+
+    Set even where nothing changes: after a fork torch's pool has to be made again, and two ranks that do so at once meet
+    "Invalid thread pool".
+    """
     before = torch.get_num_threads()
-    if size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, before // size))
+    torch.set_num_threads(max(1, before // size) if "OMP_NUM_THREADS" not in os.environ else before)
     try:
         yield
     finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -333,3 +335,32 @@ class TestSelect:
         assert chosen == [1, select.core_count()]
         assert torch.get_num_threads() == before
         assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def _at_once(rank: int) -> float:
+    """The first op of every rank that uses torch's pool of threads, at the same moment."""
+    BARRIER.wait()
+    return float(ONES.mul(2).sum())
+
+
+ONES, BARRIER = torch.ones(400_000), threading.Barrier(8)
+
+
+def _in_a_fork(queue: Any) -> None:
+    try:
+        queue.put(launch(_at_once, 8))
+    except BaseException as error:
+        queue.put(str(error))
+
+
+def test_launch_in_a_forked_process() -> None:
+    """Workers of data loaders and test runners are forks: torch makes its pool of threads again there, once."""
+    torch.set_num_threads(torch.get_num_threads())  # the parent has a pool
+    ONES.mul(2)
+    context = multiprocessing.get_context("fork")
+    for _ in range(25):
+        queue = context.SimpleQueue()
+        child = context.Process(target=_in_a_fork, args=(queue,))
+        child.start()
+        assert queue.get() == [800_000.0] * 8
+        child.join()
